@@ -1,0 +1,62 @@
+"""Transport numbers that both ends of a connection must agree on.
+
+A server closes connections whose client pings more often than the server's minimum, so the two
+intervals live side by side and a test keeps `CLIENT_PING_INTERVAL_MS` the larger.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+"""Largest message either end accepts or sends; more goes in chunks."""
+
+CLIENT_PING_INTERVAL_MS: Final = 20_000
+"""A client pings this often, also without calls, to find dead peers behind silent networks."""
+
+CLIENT_PING_TIMEOUT_MS: Final = 10_000
+"""A ping without answer for this long closes the connection."""
+
+SERVER_MIN_PING_INTERVAL_MS: Final = 10_000
+"""Pings more frequent than this are a protocol violation to the server."""
+
+RECONNECT_INITIAL_BACKOFF_MS: Final = 100
+RECONNECT_MAX_BACKOFF_MS: Final = 2_000
+"""A restarted service is found again within this time; gRPC's own default is two minutes."""
+
+DEFAULT_DEADLINE_S: Final = 10.0
+"""Deadline of a unary call that has none of its own."""
+
+DEADLINE_MARGIN_S: Final = 0.05
+"""Kept back at each hop, so that the inner call fails before the outer one and can be told."""
+
+Options = tuple[tuple[str, int], ...]
+
+
+def server_options() -> Options:
+    """Channel arguments of every server."""
+    return (
+        ("grpc.so_reuseport", 0),  # two servers would share a port silently
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 2),
+    )
+
+
+def client_options() -> Options:
+    """Channel arguments of every client."""
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", CLIENT_PING_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", CLIENT_PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_INITIAL_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", RECONNECT_INITIAL_BACKOFF_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_BACKOFF_MS),
+        ("grpc.enable_retries", 0),  # the client retries by itself, with the same request id
+    )

@@ -1,0 +1,181 @@
+"""Configuration: TOML < environment < `--set`, into one frozen pydantic model.
+
+Environment variables are named `PREFIX__SECTION__KEY`. Values from the environment and from `--set`
+are TOML values; what is not one is taken as bare text, so `--set server.host=127.0.0.1` works.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flexmarl.core.errors import ErrorReason
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message is one line that names the key."""
+
+    reason = ErrorReason.INVALID_ARGUMENT
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no section has; the message suggests the closest one."""
+
+    reason = ErrorReason.UNKNOWN_CONFIG_KEY
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, docstrings under fields are descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServerConfig(Section):
+    """Where a service listens and how it stops."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Loopback unless the operator says otherwise."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one, see `address_file`."""
+    advertise_host: str = ""
+    """Host that others reach this service by; empty: `host`."""
+    reflection: bool = True
+    """Offer gRPC server reflection."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; 0 takes a free one; unset: no endpoint."""
+    grace_s: float = Field(default=5.0, ge=0)
+    """How long calls in flight may finish after SIGTERM, once drained."""
+    drain_s: float = Field(default=20.0, ge=0)
+    """How long all drain hooks together may take after SIGTERM."""
+    address_file: Path | None = None
+    """File that receives the bound address as JSON, written atomically once the service is ready."""
+
+
+class LogConfig(Section):
+    """What is logged, and where to."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is written."""
+    file: Path | None = None
+    """File to append to; unset: standard error."""
+
+
+class ServiceConfig(Section):
+    """What every service's configuration has."""
+
+    server: ServerConfig = ServerConfig()
+    """Address, health, reflection, metrics, stop."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+
+def load_config(
+    model: type[ModelT],
+    *,
+    path: Path | None = None,
+    env_prefix: str = "",
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> ModelT:
+    """Read and validate a configuration.
+
+    Args:
+        model: Pydantic model of the whole file.
+        path: TOML file, or None for defaults.
+        env_prefix: Such as `FLEXMARL_MEG_STORE`; empty: the environment is not read.
+        overrides: `a.b=value` items, the last word.
+        environ: Environment to read; `os.environ` by default.
+
+    Raises:
+        ConfigError: One line naming the key; `UnknownKeyError` for a key that does not exist.
+    """
+    values: dict[str, Any] = {} if path is None else _read_toml(path)
+    source = "config" if path is None else str(path)
+    if env_prefix:
+        for keys, text in _from_environ(env_prefix, os.environ if environ is None else environ):
+            _put(values, keys, text)
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {item!r}: write it as section.key=value")
+        _put(values, key.strip().split("."), text.strip())
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _one_line(error, model, source) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+
+
+def _from_environ(prefix: str, environ: Mapping[str, str]) -> Iterator[tuple[list[str], str]]:
+    head = prefix.upper() + "__"
+    for name in sorted(environ):
+        if name.startswith(head):
+            yield name[len(head) :].lower().split("__"), environ[name]
+
+
+def _put(values: dict[str, Any], keys: Sequence[str], text: str) -> None:
+    section = values
+    for key in keys[:-1]:
+        inner = section.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {key!r} is a value, not a section")
+        section = inner
+    section[keys[-1]] = _parse(text)
+
+
+def _parse(text: str) -> Any:  # noqa: ANN401 - a TOML value is of any type until validated
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _one_line(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
+    problems = error.errors(include_url=False)
+    # An unknown key often causes the other problems (the right key is then missing): it goes first.
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        return UnknownKeyError(f"{source}: unknown key {key!r}{_suggestion(key, model)}{more}")
+    return ConfigError(f"{source}: {key}: {problem['msg']}{more}")
+
+
+def _suggestion(key: str, model: type[BaseModel]) -> str:
+    known = sorted(_dotted_keys(model))
+    parent, _, leaf = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    close = [siblings[name] for name in get_close_matches(leaf, siblings, n=1)]
+    close = close or get_close_matches(key, known, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from _dotted_keys(inner, f"{prefix}{name}.")
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
