@@ -1,0 +1,28 @@
+"""Seeds: every random draw of a run is a function of the run's seed and of names.
+
+Attempts are left out on purpose, so that a repeated attempt draws the same tokens (design, replay).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive(root: int, *names: str | int) -> int:
+    """Returns a 63-bit seed for the thing named below `root`: blake2b of length-prefixed parts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (root, *names):
+        data = str(part).encode()
+        digest.update(len(data).to_bytes(4, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def sample_seed(run_seed: int, *, batch: int, group: int, sample: int) -> int:
+    """Returns the root seed of a sample; its vertices derive theirs from it and their path."""
+    return derive(run_seed, "sample", batch, group, sample)
+
+
+def vertex_seed(sample_seed_: int, *, path: str) -> int:
+    """Returns the seed of a vertex."""
+    return derive(sample_seed_, "vertex", path)

@@ -1,0 +1,358 @@
+"""The configuration of a run: what a user writes in TOML, checked once, stored with the run.
+
+Services read the resolved form from the MEG Store, so all of them see the same values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from flexmarl.core.ids import check_name
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class WorkflowConfig(_Section):
+    """Where the user's code is."""
+
+    package: Path = Path(".")
+    """Folder that is stored with the run and put on the workers' import path; relative to the config."""
+    entry: str
+    """The workflow, "module:function": an async function of (ctx, query)."""
+    reward: str
+    """The reward function, "module:function": a function of the finished sample."""
+    tools: dict[str, str] = Field(default_factory=dict)
+    """Tools by name, each "module:function"."""
+    sample_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest run of one sample; then it fails."""
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest run of the reward function on one sample; then the sample fails."""
+    num_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker processes that run workflows."""
+    max_samples_per_worker: Annotated[int, Field(ge=1)] = 1024
+    """Most samples in progress in one worker; further ones wait."""
+
+
+class DatasetConfig(_Section):
+    """The queries."""
+
+    path: Path
+    """JSONL or Parquet file; relative to the config."""
+    columns: tuple[str, ...] = ()
+    """Columns that every row must have; named in the error when one is missing."""
+    shuffle: bool = True
+    """Shuffle each pass by the run's seed."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first rows."""
+
+
+class BatchConfig(_Section):
+    """Size of a batch and what happens when parts of it fail."""
+
+    groups: Annotated[int, Field(ge=1)]
+    """Queries per batch (B)."""
+    samples_per_group: Annotated[int, Field(ge=1)]
+    """Samples per query (G)."""
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """Versions that a token may be older than its trainer; only 0 is built."""
+    on_sample_failure: Literal["refill", "drop_sample", "drop_group", "fail"] = "refill"
+    """What a failed sample does to its group."""
+    refill_max: Annotated[int, Field(ge=0)] = 2
+    """Most samples added to one group in place of failed ones."""
+    replace_max: Annotated[int, Field(ge=0)] = 4
+    """Most groups added to one batch in place of dropped ones."""
+    on_replace_exhausted: Literal["smaller", "fail"] = "smaller"
+    """What happens when no further group may be added."""
+    filter_zero_variance: bool = False
+    """Drop groups whose samples all have the same reward."""
+
+    @field_validator("staleness")
+    @classmethod
+    def _only_on_policy(cls, value: int) -> int:
+        if value:
+            raise ValueError("staleness above 0 is not built yet; use 0")
+        return value
+
+
+class AdvantageConfig(_Section):
+    """How rewards become advantages."""
+
+    estimator: Literal["grpo"] = "grpo"
+    """GRPO: reward minus the mean of the scope (arXiv 2402.03300)."""
+    scope: Literal["group", "agent", "call_site"] = "group"
+    """Rewards that are compared: the team's of the group, the agent's of the group, or the same call's."""
+    normalize_std: bool = True
+    """Divide by the standard deviation of the scope."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the standard deviation."""
+
+
+class ScheduleConfig(_Section):
+    """A number that moves linearly with the policy's updates."""
+
+    start: float
+    """Value at update 0."""
+    end: float
+    """Value from update `until` on."""
+    until: Annotated[int, Field(ge=1)]
+    """Update at which `end` is reached."""
+
+    def at(self, num_updates: int) -> float:
+        """Returns the value after `num_updates` updates."""
+        share = min(num_updates / self.until, 1.0)
+        return self.start + (self.end - self.start) * share
+
+
+class ModelConfig(_Section):
+    """Base model of a policy."""
+
+    path: Path
+    """Hugging Face folder with config.json and tokenizer.json; relative to the config."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Load the folder's weights, or draw them from the run's seed (config.json's initializer_range)."""
+
+
+class OptimizerConfig(_Section):
+    """AdamW and the schedule of its learning rate."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Clip the policy's gradient to this norm."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises linearly."""
+
+
+class LossConfig(_Section):
+    """The policy-gradient loss."""
+
+    kind: Literal["grpo"] = "grpo"
+    """PPO's clipped surrogate on group-relative advantages."""
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    """Lower clip of the ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """Upper clip of the ratio."""
+    old: Literal["proximal", "behaviour"] = "proximal"
+    """Log-probs in the ratio's denominator: the trainer's at the batch's weights, or the engine's."""
+    correction_cap: Annotated[float, Field(gt=0)] | None = None
+    """Cap of the detached factor proximal / behaviour; unset means no correction."""
+    aggregation: Literal["token_mean", "seq_mean"] = "token_mean"
+    """Mean over sampled tokens, or over rows of the mean of their tokens."""
+    entropy: float | ScheduleConfig = 0.0
+    """Coefficient of the entropy bonus."""
+
+    def entropy_at(self, num_updates: int) -> float:
+        """Returns the entropy coefficient after `num_updates` updates."""
+        if isinstance(self.entropy, ScheduleConfig):
+            return self.entropy.at(num_updates)
+        return self.entropy
+
+
+class SamplingConfig(_Section):
+    """How a policy's agents draw tokens."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Softmax temperature; the trainer divides its logits by it too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; below 1 refused for trained policies unless `allow_truncated`."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Most likely tokens kept; above 0 refused for trained policies unless `allow_truncated`."""
+    allow_truncated: bool = False
+    """Accept that log-probs and draws follow different distributions."""
+
+
+class PolicyRolloutConfig(_Section):
+    """Inference instances of a policy."""
+
+    engine: Literal["transformers"] = "transformers"
+    """Engine that serves it."""
+    instances: Annotated[int, Field(ge=1)] = 1
+    """Replicas at start."""
+    max_concurrency: Annotated[int, Field(ge=1)] = 64
+    """Most requests at once per instance."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute dtype."""
+    max_context: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt plus response in tokens; unset means the model's own limit."""
+
+
+class PolicyTrainerConfig(_Section):
+    """Training of a policy."""
+
+    world_size: Annotated[int, Field(ge=1)] = 1
+    """Slots that its process group binds."""
+    micro_batch_rows: Annotated[int, Field(ge=1)] = 64
+    """Rows per micro-batch."""
+    max_tokens_per_pass: Annotated[int, Field(ge=1)] = 16384
+    """Padded tokens per forward pass; a micro-batch is cut into passes of at most this size."""
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Dtype of forward and backward; master weights stay float32, or float64 with float64."""
+    tier: Literal["memory", "disk"] = "memory"
+    """Where its training state lies between bindings."""
+
+
+class PolicyConfig(_Section):
+    """One set of weights."""
+
+    kind: Literal["trained", "frozen"] = "trained"
+    """Whether it is trained."""
+    model: ModelConfig
+    """Base model."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
+    loss: LossConfig = LossConfig()
+    """Loss."""
+    rollout: PolicyRolloutConfig = PolicyRolloutConfig()
+    """Inference."""
+    trainer: PolicyTrainerConfig = PolicyTrainerConfig()
+    """Training."""
+
+    @model_validator(mode="after")
+    def _on_policy_draws(self) -> PolicyConfig:
+        truncated = self.sampling.top_p < 1 or self.sampling.top_k > 0
+        if self.kind == "trained" and truncated and not self.sampling.allow_truncated:
+            raise ValueError(
+                "sampling.top_p/top_k cut the distribution of a trained policy, so ratios would be wrong; "
+                "remove them or set sampling.allow_truncated = true"
+            )
+        if self.kind == "trained" and self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0 (greedy) cannot be trained on; use a value above 0"
+            )
+        return self
+
+
+class AgentConfig(_Section):
+    """A role in the workflow."""
+
+    policy: str
+    """Policy that serves it."""
+    prompt: str | None = None
+    """Template with {placeholders} filled by the call's keyword arguments; unset when calls pass messages."""
+    system: str | None = None
+    """System message of chat calls."""
+    chat: bool = False
+    """Wrap the prompt as a user message in the model's chat template."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Most tokens to draw per call."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beyond the model's own end token."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end token."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Deadline of one call, attempts included."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """Most attempts for failures of the request."""
+    infra_attempts: Annotated[int, Field(ge=1)] = 20
+    """Most attempts for failures of the infrastructure."""
+
+
+class TrainerPoolConfig(_Section):
+    """Devices for training."""
+
+    slots: Annotated[int, Field(ge=1)] = 1
+    """Device slots that `flexmarl train` gives its local trainer."""
+    min_residence_s: Annotated[float, Field(ge=0)] = 0.0
+    """A bound policy that still has rows keeps its slots at least this long."""
+    ledger_every_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest time that computed gradients stay unsaved."""
+
+
+class RunConfig(_Section):
+    """A run."""
+
+    name: str
+    """Name, the start of the run's id."""
+    seed: int = 0
+    """Root of all random draws."""
+    versions: Annotated[int, Field(ge=1)]
+    """Batches to train: the team ends at this version."""
+    durability: Literal["fsync", "process"] = "process"
+    """What an acknowledged write survives: power loss, or the death of every process."""
+    workflow: WorkflowConfig
+    """User code."""
+    dataset: DatasetConfig
+    """Queries."""
+    batch: BatchConfig
+    """Batch."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Advantages."""
+    policies: dict[str, PolicyConfig]
+    """Policies by name."""
+    agents: dict[str, AgentConfig]
+    """Agents by name."""
+    trainer: TrainerPoolConfig = TrainerPoolConfig()
+    """Training devices."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name(value, what="name")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if not self.agents:
+            raise ValueError("agents: declare at least one agent")
+        for name in self.policies:
+            check_name(name, what="policy")
+        for name, agent in self.agents.items():
+            check_name(name, what="agent")
+            if agent.policy not in self.policies:
+                known = ", ".join(sorted(self.policies)) or "none"
+                raise ValueError(
+                    f"agents.{name}.policy: no policy {agent.policy!r}; declared policies: {known}"
+                )
+        unused = set(self.policies) - {agent.policy for agent in self.agents.values()}
+        if unused:
+            raise ValueError(
+                f"policies.{min(unused)}: no agent uses it; remove it or name it in an agent"
+            )
+        for name, policy in self.policies.items():
+            if policy.kind == "trained" and policy.trainer.world_size > self.trainer.slots:
+                raise ValueError(
+                    f"policies.{name}.trainer.world_size = {policy.trainer.world_size} exceeds "
+                    f"trainer.slots = {self.trainer.slots}"
+                )
+        return self
+
+    def relative_to(self, folder: Path) -> RunConfig:
+        """Returns the config with its paths made absolute, those written relative taken from `folder`."""
+
+        def absolute(path: Path) -> Path:
+            return path if path.is_absolute() else (folder / path).resolve()
+
+        return self.model_copy(
+            update={
+                "workflow": self.workflow.model_copy(
+                    update={"package": absolute(self.workflow.package)}
+                ),
+                "dataset": self.dataset.model_copy(update={"path": absolute(self.dataset.path)}),
+                "policies": {
+                    name: policy.model_copy(
+                        update={
+                            "model": policy.model.model_copy(
+                                update={"path": absolute(policy.model.path)}
+                            )
+                        }
+                    )
+                    for name, policy in self.policies.items()
+                },
+            }
+        )
+
+    def trained_policies(self) -> list[str]:
+        """Returns the names of the trained policies, sorted."""
+        return sorted(name for name, policy in self.policies.items() if policy.kind == "trained")
