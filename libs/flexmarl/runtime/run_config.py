@@ -21,7 +21,7 @@ class WorkflowConfig(_Section):
     """Where the user's code is."""
 
     package: Path = Path(".")
-    """Folder that is stored with the run and put on the workers' import path; relative to the config."""
+    """Folder stored with the run and put on the workers' import path; relative to the config."""
     entry: str
     """The workflow, "module:function": an async function of (ctx, query)."""
     reward: str
@@ -85,7 +85,7 @@ class AdvantageConfig(_Section):
     estimator: Literal["grpo"] = "grpo"
     """GRPO: reward minus the mean of the scope (arXiv 2402.03300)."""
     scope: Literal["group", "agent", "call_site"] = "group"
-    """Rewards that are compared: the team's of the group, the agent's of the group, or the same call's."""
+    """Rewards compared: the team's in the group, the agent's in it, or those of the same call."""
     normalize_std: bool = True
     """Divide by the standard deviation of the scope."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-6
@@ -144,7 +144,7 @@ class LossConfig(_Section):
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     """Upper clip of the ratio."""
     old: Literal["proximal", "behaviour"] = "proximal"
-    """Log-probs in the ratio's denominator: the trainer's at the batch's weights, or the engine's."""
+    """The ratio's denominator: the trainer's log-probs at the batch's weights, or the engine's."""
     correction_cap: Annotated[float, Field(gt=0)] | None = None
     """Cap of the detached factor proximal / behaviour; unset means no correction."""
     aggregation: Literal["token_mean", "seq_mean"] = "token_mean"
@@ -225,8 +225,8 @@ class PolicyConfig(_Section):
         truncated = self.sampling.top_p < 1 or self.sampling.top_k > 0
         if self.kind == "trained" and truncated and not self.sampling.allow_truncated:
             raise ValueError(
-                "sampling.top_p/top_k cut the distribution of a trained policy, so ratios would be wrong; "
-                "remove them or set sampling.allow_truncated = true"
+                "sampling.top_p/top_k cut the distribution of a trained policy, so ratios would be "
+                "wrong; remove them or set sampling.allow_truncated = true"
             )
         if self.kind == "trained" and self.sampling.temperature == 0:
             raise ValueError(
@@ -241,7 +241,7 @@ class AgentConfig(_Section):
     policy: str
     """Policy that serves it."""
     prompt: str | None = None
-    """Template with {placeholders} filled by the call's keyword arguments; unset when calls pass messages."""
+    """Template whose {placeholders} the call's keyword arguments fill; unset with messages."""
     system: str | None = None
     """System message of chat calls."""
     chat: bool = False
@@ -317,9 +317,7 @@ class RunConfig(_Section):
                 )
         unused = set(self.policies) - {agent.policy for agent in self.agents.values()}
         if unused:
-            raise ValueError(
-                f"policies.{min(unused)}: no agent uses it; remove it or name it in an agent"
-            )
+            raise ValueError(f"policies.{min(unused)}: no agent uses it; remove or use it")
         for name, policy in self.policies.items():
             if policy.kind == "trained" and policy.trainer.world_size > self.trainer.slots:
                 raise ValueError(
@@ -329,7 +327,7 @@ class RunConfig(_Section):
         return self
 
     def relative_to(self, folder: Path) -> RunConfig:
-        """Returns the config with its paths made absolute, those written relative taken from `folder`."""
+        """Returns the config with absolute paths; relative ones are taken from `folder`."""
 
         def absolute(path: Path) -> Path:
             return path if path.is_absolute() else (folder / path).resolve()
