@@ -128,6 +128,14 @@ class ErrorReason(StrEnum):
         return self.family.status
 
 
+_BY_TEXT: Final[Mapping[str, ErrorReason]] = {reason.value: reason for reason in ErrorReason}
+
+
+def find_reason(text: str) -> ErrorReason | None:
+    """The reason with this wire text; None when it is newer than this catalogue."""
+    return _BY_TEXT.get(text)
+
+
 class DomainError(Exception):
     """An expected failure; crosses the wire with its reason, message and metadata.
 

@@ -56,7 +56,7 @@ class ServerConfig(Section):
     drain_s: float = Field(default=20.0, ge=0)
     """How long all drain hooks together may take after SIGTERM."""
     address_file: Path | None = None
-    """File that receives the bound address as JSON, written atomically once the service is ready."""
+    """File that receives the bound address as JSON, atomically, once the service is ready."""
 
 
 class LogConfig(Section):

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+SERVING: int = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health:
     """Readiness per service name; the empty name stands for the whole process."""
 
     def __init__(self, services: Iterable[str]) -> None:
@@ -41,18 +43,14 @@ class Health(health_pb2_grpc.HealthServicer):
         """Whether every service is ready."""
         return all(self._ready.values())
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401, N802
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: ANN401, N802
         """Answer the status now; an unknown service is NOT_FOUND, as the protocol demands."""
         status = self._status(request.service)
         if status == SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(  # noqa: N802
-        self,
-        request: Any,  # noqa: ANN401
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[Any]:
+    async def Watch(self, request: Any, _context: Context) -> AsyncIterator[Any]:  # noqa: ANN401, N802
         """Stream the status: waits for a change, freed by `set_ready` and by `close`."""
         last: int | None = None
         while True:

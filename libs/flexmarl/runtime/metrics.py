@@ -1,4 +1,4 @@
-"""Prometheus metrics: a registry per service, cheap per-method call statistics, an HTTP endpoint."""
+"""Prometheus metrics: a registry per service, cheap call statistics, an HTTP endpoint."""
 
 from __future__ import annotations
 

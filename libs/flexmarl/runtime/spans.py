@@ -1,7 +1,7 @@
 """Spans of work, the source of the Chrome trace timeline.
 
-A span is (track, name, start, end, arguments). Spans go into a bounded ring; `flush` appends them to
-a JSONL file. A full ring drops the oldest and says how many: a timeline must not stop a run.
+A span is (track, name, start, end, arguments). Spans go into a bounded ring; `flush` appends them
+to a JSONL file. A full ring drops the oldest and counts them: a timeline must not stop a run.
 """
 
 from __future__ import annotations
