@@ -114,7 +114,7 @@ class ModelConfig(_Section):
     path: Path
     """Hugging Face folder with config.json and tokenizer.json; relative to the config."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Load the folder's weights, or draw them from the run's seed (config.json's initializer_range)."""
+    """Load the folder's weights, or draw them from the run's seed as config.json says."""
 
 
 class OptimizerConfig(_Section):

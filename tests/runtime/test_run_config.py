@@ -1,0 +1,75 @@
+import copy
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flexmarl.runtime.run_config import LossConfig, RunConfig, ScheduleConfig
+
+BASE = {
+    "name": "t",
+    "versions": 1,
+    "workflow": {"entry": "team:team", "reward": "team:reward"},
+    "dataset": {"path": "q.jsonl"},
+    "batch": {"groups": 1, "samples_per_group": 2},
+    "policies": {"p": {"model": {"path": "m"}}},
+    "agents": {"a": {"policy": "p"}},
+}
+
+
+def with_(path: str, value: object) -> dict:
+    config = copy.deepcopy(BASE)
+    *parents, leaf = path.split(".")
+    node = config
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[leaf] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("agents.a.policy", "q", r"agents\.a\.policy: no policy 'q'; declared policies: p"),
+        ("agents", {}, "at least one agent"),
+        ("policies.q", {"model": {"path": "m"}}, r"policies\.q: no agent uses it"),
+        ("batch.staleness", 1, "staleness above 0 is not built"),
+        ("policies.p.sampling", {"top_p": 0.9}, "allow_truncated"),
+        ("policies.p.sampling", {"top_k": 5}, "allow_truncated"),
+        ("policies.p.sampling", {"temperature": 0}, "greedy"),
+        ("policies.p.trainer", {"world_size": 2}, r"exceeds trainer\.slots = 1"),
+        ("name", "a/b", "letters, digits"),
+        ("nonsense", 1, "nonsense"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(path, value, message):
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(with_(path, value))
+
+
+def test_truncated_sampling_is_possible_where_it_is_meant():
+    sampling = {"top_p": 0.9, "allow_truncated": True}
+    assert RunConfig.model_validate(with_("policies.p.sampling", sampling))
+    frozen = {"kind": "frozen", "model": {"path": "m"}, "sampling": {"temperature": 0}}
+    config = RunConfig.model_validate(with_("policies.p", frozen))
+    assert config.trained_policies() == []
+
+
+def test_relative_paths_are_taken_from_the_config_folder(tmp_path):
+    config = RunConfig.model_validate(with_("dataset.path", "/abs/q.jsonl")).relative_to(tmp_path)
+    assert config.dataset.path == Path("/abs/q.jsonl")
+    assert config.policies["p"].model.path == tmp_path / "m"
+    assert config.workflow.package == tmp_path
+
+
+def test_entropy_schedule_is_linear_and_then_constant():
+    loss = LossConfig(entropy=ScheduleConfig(start=0.1, end=0.0, until=42))
+    assert loss.entropy_at(0) == pytest.approx(0.1)
+    assert loss.entropy_at(21) == pytest.approx(0.05)
+    assert loss.entropy_at(42) == loss.entropy_at(100) == 0
+    assert LossConfig(entropy=0.3).entropy_at(7) == 0.3
+
+
+def test_the_resolved_form_reads_back():
+    config = RunConfig.model_validate(BASE)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
