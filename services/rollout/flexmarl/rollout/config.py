@@ -1,0 +1,35 @@
+"""Configuration of a Rollout process: the dispatcher of a cluster, or the engine host of a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flexmarl.runtime.config import ServiceConfig
+
+Role = Literal["dispatcher", "engine-host"]
+
+
+class RolloutConfig(ServiceConfig):
+    """One Rollout process; which one it is, `role` says."""
+
+    role: Role = "dispatcher"
+    """The dispatcher of the cluster, or the engine host of a node."""
+    data_dir: Path = Path("var/rollout")
+    """Record of children, cache of unpacked bundles and models, spans."""
+    dispatcher: str = "127.0.0.1:7003"
+    """Engine host: host:port of the dispatcher it registers with."""
+    host_id: str = "host0"
+    """Engine host: its name, unique in the cluster."""
+    max_engines: Annotated[int, Field(ge=0)] = 0
+    """Engine host: most instances it runs; 0 means as many as asked for."""
+    engine_threads: Annotated[int, Field(ge=1)] = 1
+    """Engine host: compute threads of each engine process."""
+    host_grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """Dispatcher: how long a lost engine host may take to come back before its attempts fail."""
+    store_patience_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long calls of the MEG Store are repeated while it is unavailable."""
+    worker_restarts: Annotated[int, Field(ge=0)] = 3
+    """Dispatcher: how often one sample may crash its worker before the sample fails."""
