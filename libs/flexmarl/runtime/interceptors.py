@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf import any_pb2
@@ -155,7 +155,7 @@ class _Guard:
         self._stats.finished(code=code, seconds=time.monotonic() - started)
 
     def _check_deadline(self, context: Context, now: float) -> None:
-        left_s = context.time_remaining()
+        left_s = cast("float | None", context.time_remaining())  # the stubs forget None
         if left_s is not None:
             set_deadline(now + left_s)
         elif self._needs_deadline:

@@ -161,12 +161,12 @@ def from_rpc_error(error: grpc.RpcError, *, method: str = "") -> FlexMarlError:
     if info is None:
         reason = _BY_CODE.get(code, ErrorReason.INTERNAL)
         return make_error(reason, f"{method}: {details}" if method else details, None, code)
-    reason = find_reason(info.reason)
-    if reason is None:
-        # A newer server's reason: keep its name for the reader, act on the status code.
-        reason = _BY_CODE.get(code, ErrorReason.INTERNAL)
-        details = f"{info.reason}: {details}"
-    return make_error(reason, details, dict(info.metadata), code)
+    known = find_reason(info.reason)
+    if known is not None:
+        return make_error(known, details, dict(info.metadata), code)
+    # A newer server's reason: keep its name for the reader, act on the status code.
+    reason = _BY_CODE.get(code, ErrorReason.INTERNAL)
+    return make_error(reason, f"{info.reason}: {details}", dict(info.metadata), code)
 
 
 def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
