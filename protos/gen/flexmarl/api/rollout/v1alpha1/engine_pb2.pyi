@@ -764,19 +764,25 @@ class EngineReady(_message.Message):
 
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     max_context: _builtins.int
     """Longest prompt plus response, tokens."""
     vocab_size: _builtins.int
     """Size of the vocabulary."""
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure:
+        """Why the model cannot be built; unset on success. The process ends after it."""
+
     def __init__(
         self,
         *,
         max_context: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
+        failure: _common_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "max_context", b"max_context", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
