@@ -65,6 +65,7 @@ class ObjectReader(Protocol):
 
     async def get_object_to(self, key: str, path: Path) -> common_pb2.ObjectRef:
         """Download an object into a file and return its reference."""
+        ...
 
 
 def folder_hash(
