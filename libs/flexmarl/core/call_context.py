@@ -7,7 +7,7 @@ imports the other: they meet here. Times are seconds of the local monotonic cloc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from types import MappingProxyType
 from typing import Final
 
@@ -49,6 +49,17 @@ def onward_timeout_s(
         return default_s
     left_s = max(deadline - now - margin_s, 0.0)
     return left_s if default_s is None else min(default_s, left_s)
+
+
+def detached_context() -> Context:
+    """Copy of the current context for work that outlives the call which starts it.
+
+    It keeps the ids and drops the deadline: a task started by a handler would otherwise find every
+    later call of its own out of time.
+    """
+    context = copy_context()
+    context.run(_deadline.set, None)
+    return context
 
 
 def bind_ids(**ids: str) -> None:

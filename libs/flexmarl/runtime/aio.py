@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import Context
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from flexmarl.core.call_context import detached_context
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.logging import get_logger
 
@@ -31,11 +33,16 @@ class Background:
         self._closed = False
 
     def start(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine under a name until it ends or the owner closes."""
+        """Run a coroutine under a name until it ends or the owner closes.
+
+        It keeps the caller's log ids, not the caller's deadline.
+        """
         if self._closed:
             coroutine.close()
             raise RuntimeError(f"background task {name!r} started after close")
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        task = asyncio.get_running_loop().create_task(
+            coroutine, name=name, context=detached_context()
+        )
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
@@ -202,8 +209,9 @@ class Coalescer(Generic[ItemT, ResultT]):
     def _pump(self) -> None:
         self._pump_due = False
         while self._queue and len(self._sending) < self._max_in_flight:
+            # A batch belongs to many callers: neither the ids nor the deadline of one are its own.
             task = asyncio.get_running_loop().create_task(
-                self._send(self._cut()), name=f"{self._name} batch"
+                self._send(self._cut()), name=f"{self._name} batch", context=Context()
             )
             self._sending.add(task)
             task.add_done_callback(self._sent)

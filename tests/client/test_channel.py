@@ -1,0 +1,202 @@
+"""Deadlines, repetition and typed errors of the client's channel, against real servers."""
+
+import asyncio
+import socket
+import time
+
+import grpc
+import pytest
+from runtime.echo_service import Echo, path, serving
+
+from flexmarl.client import errors
+from flexmarl.client.channel import connect
+from flexmarl.client.request import new_request_id
+from flexmarl.core.call_context import bind_ids, reset_ids, set_deadline
+from flexmarl.core.errors import ErrorReason
+from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
+from flexmarl.core.retry import RetryPolicy
+from flexmarl.runtime.config import ServerConfig
+
+
+@pytest.fixture
+async def echo():
+    return Echo()
+
+
+@pytest.fixture
+async def channel(echo):
+    async with (
+        serving(echo) as server,
+        connect(
+            server.address,
+            deadlines_s={path("Chat"): None, path("Forever"): None, path("Sleep"): 0.2},
+            retry=RetryPolicy(max_attempts=4, initial_s=0.001, max_s=0.01),
+        ) as channel,
+    ):
+        yield channel
+
+
+@pytest.fixture(autouse=True)
+def _own_context():
+    set_deadline(None)
+    reset_ids()
+    yield
+    set_deadline(None)
+    reset_ids()
+
+
+async def test_methods_have_default_deadlines_that_callers_and_outer_calls_shorten(channel):
+    time_left = channel.unary_unary(path("TimeLeft"))
+    assert 8.0 < float(await time_left(b"")) <= 10.0
+    assert 2.0 < float(await time_left(b"", timeout=3.0)) <= 3.0
+    set_deadline(time.monotonic() + 2.0)
+    assert 0.5 < float(await time_left(b"")) < 2.0
+    assert float(await time_left(b"", timeout=0.9)) <= 0.9
+
+
+async def test_a_call_without_time_left_is_not_made(channel, echo):
+    set_deadline(time.monotonic() - 1.0)
+    with pytest.raises(errors.DeadlineError):
+        await channel.unary_unary(path("Unary"))(b"")
+    with pytest.raises(errors.DeadlineError):
+        channel.unary_stream(path("Count"))(b"1")
+    assert echo.seen == []
+
+
+async def test_a_deadline_that_passes_is_typed_and_ends_the_handler(channel, echo):
+    with pytest.raises(errors.DeadlineError):
+        await channel.unary_unary(path("Sleep"))(b"")
+    async with asyncio.timeout(10):
+        await echo.cleaned.wait()
+
+
+async def test_deadlines_pass_through_a_service_in_between():
+    """Client -> middle -> echo: the inner call gets what the outer one leaves, less a margin."""
+    async with serving(Echo()) as inner, connect(inner.address) as onward:
+        call_on = onward.unary_unary(path("TimeLeft"))
+
+        async def relay(request, context):
+            return await call_on(request)
+
+        def add(server):
+            handlers = {"Relay": grpc.unary_unary_rpc_method_handler(relay)}
+            handler = grpc.method_handlers_generic_handler("test.Middle", handlers)
+            server.add_generic_rpc_handlers((handler,))
+
+        async with (
+            serving(Echo(), extra=[add]) as middle,
+            connect(middle.address) as channel,
+        ):
+            left_s = float(await channel.unary_unary("/test.Middle/Relay")(b"", timeout=3.0))
+            assert 1.0 < left_s <= 2.95
+
+
+async def test_errors_of_an_inner_service_reach_the_outer_caller_unchanged():
+    async with serving(Echo()) as inner, connect(inner.address) as onward:
+
+        async def relay(request, context):
+            return await onward.unary_unary(path("Fail"))(request)
+
+        def add(server):
+            handlers = {"Relay": grpc.unary_unary_rpc_method_handler(relay)}
+            handler = grpc.method_handlers_generic_handler("test.Middle", handlers)
+            server.add_generic_rpc_handlers((handler,))
+
+        async with serving(Echo(), extra=[add]) as middle, connect(middle.address) as channel:
+            with pytest.raises(errors.RefusedError) as caught:
+                await channel.unary_unary("/test.Middle/Relay")(b"SUBGRAPH_CLOSED")
+            assert caught.value.reason is ErrorReason.SUBGRAPH_CLOSED
+            assert caught.value.metadata == {"key": "value"}
+
+
+async def test_unavailable_is_repeated_with_the_same_message(channel, echo):
+    echo.unavailable = 3
+    request = new_request_id().encode()
+    assert await channel.unary_unary(path("Unary"))(request) == request
+    assert echo.seen == [request] * 4
+
+
+async def test_repetition_is_bounded(channel, echo):
+    echo.unavailable = 100
+    with pytest.raises(errors.UnavailableError) as caught:
+        await channel.unary_unary(path("Unary"))(b"x")
+    assert caught.value.reason is ErrorReason.NOT_READY
+    assert len(echo.seen) == 4
+
+
+async def test_nothing_else_is_repeated(channel, echo):
+    for reason in ErrorReason:
+        if reason.status == "UNAVAILABLE":
+            continue
+        echo.seen.clear()
+        with pytest.raises(errors.FlexMarlError):
+            await channel.unary_unary(path("Fail"))(reason.value.encode())
+        assert len(echo.seen) == 1
+
+
+async def test_a_call_finds_a_service_that_comes_up_meanwhile():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    patient = RetryPolicy(max_attempts=1000, initial_s=0.02, max_s=0.05)
+    async with connect(f"127.0.0.1:{port}", retry=patient) as channel:
+        call = asyncio.create_task(channel.unary_unary(path("Unary"))(b"x", timeout=30))
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        async with serving(Echo(), config=ServerConfig(port=port, grace_s=0.1)):
+            assert await call == b"x"
+
+
+async def test_nobody_there_is_unavailable_by_name():
+    async with connect("127.0.0.1:1", retry=RetryPolicy(max_attempts=2)) as channel:
+        with pytest.raises(errors.UnavailableError, match=path("Unary")):
+            await channel.unary_unary(path("Unary"))(b"")
+        with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
+            await channel.wait_ready(timeout_s=0.05)
+
+
+async def test_ids_travel_with_the_call(channel):
+    ids = channel.unary_unary(path("Ids"))
+    assert await ids(b"") == b"{}"
+    bind_ids(run="r1", vertex="v1")
+    assert await ids(b"") == b"{'run': 'r1', 'vertex': 'v1'}"
+
+
+async def test_streams_fail_typed(channel):
+    got = []
+    with pytest.raises(errors.OutOfRangeError):
+        async for item in channel.unary_stream(path("Count"))(b"3"):
+            got.append(item)
+    assert got == [b"0", b"1", b"2"]
+    assert await channel.stream_unary(path("Collect"))(iter([b"a", b"b"])) == b"ab"
+
+
+async def test_a_chat_reads_writes_ends_and_fails_typed(channel):
+    chat = channel.stream_stream(path("Chat"))()
+    for word in (b"a", b"b"):
+        await chat.write(word)
+        assert await chat.read() == word
+    await chat.done_writing()
+    assert await chat.read() is grpc.aio.EOF
+    assert chat.done()
+
+    chat = channel.stream_stream(path("Chat"))()
+    await chat.write(b"fail")
+    with pytest.raises(errors.ConflictError):
+        async for _ in chat:
+            pass
+    with pytest.raises(errors.ConflictError):  # a writer learns the cause, too
+        await chat.write(b"more")
+
+
+async def test_large_messages_pass_up_to_the_limit(channel):
+    unary = channel.unary_unary(path("Unary"))
+    big = bytes(16 << 20)
+    assert await unary(big) == big
+    with pytest.raises(errors.ExhaustedError) as caught:
+        await unary(bytes(MAX_MESSAGE_BYTES + 1))
+    assert caught.value.reason is ErrorReason.MESSAGE_TOO_LARGE
+
+
+def test_request_ids_differ():
+    assert len({new_request_id() for _ in range(1000)}) == 1000
