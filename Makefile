@@ -1,0 +1,88 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each does its own set-up.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per process: several share the machine's cores.
+export OMP_NUM_THREADS ?= 1
+
+# demo
+VERSIONS ?= 60
+SEED ?= 0
+# gsm8k
+GSM8K_DATA ?= ../shared/data/gsm8k/train.jsonl
+GSM8K_MODEL ?= models/cache/smollm2-135m-instruct
+# bench
+NAME ?= all
+
+.PHONY: help setup demo gsm8k test test-real prove lint check bench protos clean
+
+help: ## This list
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Create .venv with everything in it (about two minutes, once)
+
+$(STAMP): pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 is needed: install it, or pass PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than Python 3.11: pass PYTHON=..." >&2; exit 1; }
+	@echo "Setting up $(VENV): about two minutes, once"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --progress-bar off -e ".[all,dev]" \
+	  | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c -100
+	@touch $@
+
+demo: $(STAMP) ## Train the quickstart's team [VERSIONS=60 SEED=0]
+	@$(BIN)/flexmarl train examples/quickstart/config.toml --set versions=$(VERSIONS) --set seed=$(SEED)
+
+$(GSM8K_MODEL)/config.json: | $(STAMP)
+	@$(BIN)/python examples/gsm8k/prepare_model.py --out $(GSM8K_MODEL)
+
+gsm8k: $(STAMP) $(GSM8K_MODEL)/config.json ## Three steps of a real team on GSM8K [GSM8K_DATA=... GSM8K_MODEL=...]
+	@[ -f "$(GSM8K_DATA)" ] || { echo "$(GSM8K_DATA): no such file; pass GSM8K_DATA=/path/to/train.jsonl" >&2; exit 1; }
+	@$(BIN)/flexmarl train examples/gsm8k/config.toml --set dataset.path='"$(abspath $(GSM8K_DATA))"'
+
+test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 minutes)
+	@echo "core, with branch coverage"
+	@$(BIN)/python -m pytest tests/core --cov=libs/flexmarl/core --cov-branch \
+	  --cov-report=term:skip-covered --cov-fail-under=100
+	@echo "everything else"
+	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu"
+
+test-real: $(STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills
+	@FLEXMARL_GSM8K_MODEL="$(abspath $(GSM8K_MODEL))" FLEXMARL_GSM8K_DATA="$(abspath $(GSM8K_DATA))" \
+	  $(BIN)/python -m pytest tests -m real --timeout 900
+
+prove: $(STAMP) ## Tests that need hours
+	@echo "The proof tests that exist:"
+	@$(BIN)/python -m pytest tests -m long --collect-only -q || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest tests -m long --timeout 0 || { status=$$?; \
+	  [ $$status -eq 5 ] && echo "None so far: no test carries the marker 'long'." || exit $$status; }
+
+lint: $(STAMP) ## Style, types, import rules, contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint
+	@$(BIN)/python scripts/generate_protos.py --check
+
+check: lint test ## lint and test
+
+bench: $(STAMP) ## Measure [NAME=store|rollout|trainer|pipeline|all]
+	@$(BIN)/python -m benchmarks $(NAME)
+
+protos: $(STAMP) ## Generate protos/gen anew
+	@$(BIN)/python scripts/generate_protos.py
+
+clean: ## Remove what was built or written here, runs/ and models/cache/ excepted
+	@rm -rf $(VENV) dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
