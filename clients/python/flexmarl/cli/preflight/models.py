@@ -1,0 +1,66 @@
+"""Are the base models folders that engines and trainers can load?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from flexmarl.cli.errors import CliError
+from flexmarl.runtime.run_config import PolicyConfig, RunConfig
+
+_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_models(config: RunConfig) -> None:
+    """Looks at the folder of every policy.
+
+    Raises:
+        CliError: A folder is missing, is no Hugging Face model folder, has no tokenizer or no
+            weights, or leaves no room for an agent's response.
+    """
+    for name, policy in config.policies.items():
+        _check_model(f"policies.{name}.model.path", policy)
+    for name, agent in config.agents.items():
+        policy = config.policies[agent.policy]
+        limit = policy.rollout.max_context or _context_of(policy.model.path)
+        if limit is not None and agent.max_tokens >= limit:
+            raise CliError(
+                f"agents.{name}.max_tokens = {agent.max_tokens} leaves no room for a prompt: "
+                f"policy {agent.policy!r} takes {limit} tokens in all"
+            )
+
+
+def _check_model(key: str, policy: PolicyConfig) -> None:
+    folder = policy.model.path
+    if not folder.is_dir():
+        raise CliError(f"{key}: no folder {folder}")
+    for file, what in (("config.json", "model"), ("tokenizer.json", "tokenizer")):
+        if not (folder / file).is_file():
+            raise CliError(
+                f"{key}: {folder} has no {file}; give a Hugging Face folder with its {what}"
+            )
+    _config_of(folder, key)
+    if policy.model.init == "pretrained" and not any(
+        next(folder.glob(pattern), None) for pattern in _WEIGHTS
+    ):
+        raise CliError(
+            f"{key}: {folder} has no weights (*.safetensors); add them, or set "
+            'model.init = "random" to start from drawn ones'
+        )
+
+
+def _config_of(folder: Path, key: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CliError(f"{key}: {path}: not JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise CliError(f"{key}: {path} names no model_type; give a Hugging Face config")
+    return config
+
+
+def _context_of(folder: Path) -> int | None:
+    limit = _config_of(folder, "model.path").get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
