@@ -19,6 +19,7 @@ MAX_FRAME_BYTES: Final = 256 << 20
 """Larger frames are refused by the sender and break the link at the receiver."""
 
 _READ_HIGH_BYTES: Final = 8 << 20
+_FRAME_OVERHEAD_BYTES: Final = 64  # what an unread frame takes beside its bytes
 
 
 class FrameLink(asyncio.Protocol):
@@ -91,7 +92,7 @@ class FrameLink(asyncio.Protocol):
             finally:
                 self._reader = None
         frame = self._frames.popleft()
-        self._unread_bytes -= len(frame)
+        self._unread_bytes -= len(frame) + _FRAME_OVERHEAD_BYTES
         if self._reading_paused and self._unread_bytes < _READ_HIGH_BYTES // 2:
             self._reading_paused = False
             if self._transport is not None and not self._transport.is_closing():
@@ -130,7 +131,7 @@ class FrameLink(asyncio.Protocol):
             if stop > end:
                 break
             self._frames.append(bytes(memoryview(buffer)[start + HEADER.size : stop]))
-            self._unread_bytes += size
+            self._unread_bytes += size + _FRAME_OVERHEAD_BYTES
             start = stop
         if start:
             del buffer[:start]

@@ -174,7 +174,7 @@ class GrpcServer:
         self._health.close()
         await server.stop(self._config.grace_s)
         if self._metrics is not None:
-            self._metrics.close()
+            await asyncio.to_thread(self._metrics.close)  # joins the endpoint's thread
         if self._config.address_file is not None:
             self._config.address_file.unlink(missing_ok=True)
         _log.info("stopped")
