@@ -1,0 +1,215 @@
+"""What the dispatcher is told (events) and what it wants done (effects): data, never callables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    """Numbers of the dispatcher.
+
+    Attributes:
+        retry_initial_s: Pause before the second try after a failure of the infrastructure.
+        retry_max_s: Longest such pause; it doubles from one to the next.
+        learning_rate: Weight of the newest response in an agent's expected response length.
+    """
+
+    retry_initial_s: float = 0.05
+    retry_max_s: float = 5.0
+    learning_rate: float = 0.1
+
+
+class InstanceUse(Enum):
+    """What an instance can be used for."""
+
+    SERVING = "serving"
+    """It serves its version."""
+    PAUSED = "paused"
+    """It takes no requests now (starts, loads weights, its host is away); its attempts go on."""
+    GONE = "gone"
+    """It is lost, and with it its attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class VertexReady:
+    """A call whose inputs are there.
+
+    Attributes:
+        vertex_id: Vertex.
+        agent: Agent, whose response length is learnt.
+        policy: Policy that must serve it.
+        version: Version that must serve it.
+        group_order: (batch, position of the group in it): smaller is older and goes first.
+        num_prompt_tokens: Length of the prompt.
+        max_tokens: Longest response; the expected one until some were seen.
+        timeout_s: Deadline of the vertex, all attempts included, from now.
+        max_attempts: Bound on failures of the request.
+        infra_attempts: Bound on failures of the infrastructure.
+    """
+
+    vertex_id: str
+    agent: str
+    policy: str
+    version: int
+    group_order: tuple[int, int]
+    num_prompt_tokens: int
+    max_tokens: int
+    timeout_s: float
+    max_attempts: int
+    infra_attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceChanged:
+    """An instance came, changed, or went.
+
+    Attributes:
+        instance_id: Instance.
+        policies: Policies it serves.
+        use: What it can be used for.
+        capacity: Most requests at once.
+        version: Version it serves; meaningless unless SERVING.
+        weights_hash: Content hash of the weights that it holds.
+    """
+
+    instance_id: str
+    policies: tuple[str, ...]
+    use: InstanceUse
+    capacity: int = 0
+    version: int = 0
+    weights_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsKnown:
+    """The weights of a policy at a version have this content; versions below are forgotten."""
+
+    policy: str
+    version: int
+    weights_hash: str
+    forget_below: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSucceeded:
+    """An attempt returned tokens.
+
+    Attributes:
+        attempt_id: Attempt.
+        version: The one version that sampled all of its tokens; -1 when several did.
+        weights_hash: Content hash of the weights that did.
+        num_tokens: Length of the response.
+    """
+
+    attempt_id: str
+    version: int
+    weights_hash: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """An attempt failed, for a fault of the request or of the infrastructure."""
+
+    attempt_id: str
+    infrastructure: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VertexCancelled:
+    """Nobody waits for the vertex any more."""
+
+    vertex_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The time that the last SetTimer named has come."""
+
+
+Event = (
+    VertexReady
+    | InstanceChanged
+    | WeightsKnown
+    | AttemptSucceeded
+    | AttemptFailed
+    | VertexCancelled
+    | TimerFired
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send an attempt to an instance, pinned to a version."""
+
+    attempt_id: str
+    vertex_id: str
+    attempt: int
+    instance_id: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The attempt is the vertex' one success: store its result, then answer the call."""
+
+    attempt_id: str
+    vertex_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """The result came after the vertex had ended, or after it was counted: never used."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell the instance to stop working on the attempt."""
+
+    attempt_id: str
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The vertex failed for good."""
+
+    vertex_id: str
+    attempt: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Send TimerFired at this time; replaces an earlier timer."""
+
+    at: float
+
+
+Effect = Send | Accept | Duplicate | Abort | Fail | SetTimer
+
+
+def attempt_id(vertex_id: str, attempt: int) -> str:
+    """Id of an attempt of a vertex; attempts count from 1."""
+    return f"{vertex_id}#{attempt}"
+
+
+def split_attempt_id(text: str) -> tuple[str, int]:
+    """Vertex id and number of an attempt.
+
+    Raises:
+        ValueError: `text` is not an attempt id.
+    """
+    vertex_id, mark, attempt = text.rpartition("#")
+    if not mark or not attempt.isdigit():
+        raise ValueError(f"not an attempt id: {text!r}")
+    return vertex_id, int(attempt)

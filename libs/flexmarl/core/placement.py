@@ -1,0 +1,90 @@
+"""Which host runs which instance: every policy that can receive work keeps one (I10).
+
+Instances are spread over the hosts with the most room left, so that one host's death takes as few
+of a policy's instances as possible. An instance stays on the host that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexmarl.core.errors import DomainError, ErrorReason
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """A connected engine host.
+
+    Attributes:
+        host_id: Name.
+        max_instances: Most instances it runs; 0 means as many as asked for.
+    """
+
+    host_id: str
+    max_instances: int
+
+
+def instance_id(policy: str, ordinal: int) -> str:
+    """Id of the `ordinal`-th instance of a policy."""
+    return f"{policy}-{ordinal}"
+
+
+def check_capacity(wanted: Mapping[str, int], hosts: list[HostRoom]) -> None:
+    """Refuses a run whose policies cannot each have an instance.
+
+    Args:
+        wanted: Instances per policy.
+        hosts: Connected hosts.
+
+    Raises:
+        DomainError: NOT_ENOUGH_INSTANCES, with the arithmetic.
+    """
+    if not hosts or any(host.max_instances == 0 for host in hosts):
+        return  # no host yet: the run waits for one, and says so in its status
+    room = sum(host.max_instances for host in hosts)
+    if room >= len(wanted):
+        return
+    rooms = " + ".join(f"{h.max_instances} ({h.host_id})" for h in hosts)
+    raise DomainError(
+        ErrorReason.NOT_ENOUGH_INSTANCES,
+        f"{len(wanted)} policies ({', '.join(sorted(wanted))}) need at least {len(wanted)} "
+        f"instances, one each; the engine hosts have room for {rooms} = {room}: "
+        f"raise max_engines of a host, add a host, or let agents share a policy",
+        {"policies": str(len(wanted)), "room": str(room)},
+    )
+
+
+def place(
+    wanted: Mapping[str, int], hosts: list[HostRoom], current: Mapping[str, str]
+) -> dict[str, str]:
+    """Host of each instance that can run.
+
+    First one instance of every policy, then the second of each, and so on, while there is room: a
+    shortage takes instances from the policies with most, never a policy's only one.
+
+    Args:
+        wanted: Instances per policy.
+        hosts: Connected hosts.
+        current: Host of each instance that is placed already; others' entries are ignored.
+
+    Returns:
+        Host by instance id.
+    """
+    room = {host.host_id: host.max_instances or 1 << 30 for host in hosts}
+    order = [
+        instance_id(policy, ordinal)
+        for ordinal in range(max(wanted.values(), default=0))
+        for policy in sorted(wanted)
+        if ordinal < wanted[policy]
+    ]
+    placed: dict[str, str] = {}
+    used = dict.fromkeys(room, 0)
+    for name in order[: sum(room.values())]:
+        host = current.get(name)
+        if host is None or used.get(host, 0) >= room.get(host, 0):
+            free = [h for h in sorted(room) if used[h] < room[h]]
+            host = min(free, key=lambda h: (used[h], h))
+        placed[name] = host
+        used[host] += 1
+    return placed
