@@ -126,7 +126,7 @@ class World:
                 capacity=capacity,
                 version=version,
                 weights_hash=f"h{version}",
-            )  # fmt: skip
+            )
         )
 
 

@@ -6,8 +6,8 @@ generator that is passed in. A driver that records (now, event) can replay them 
 
 Invariants:
     A ready vertex waits only for capacity of its own policy (I2): queues are per policy and
-    version, the oldest group first. It is sent only to an instance that serves its version with the weights
-    that the version names (I4, I11). At most one attempt of a vertex is accepted (I3): a vertex is
+    version, the oldest group first. It is sent only to an instance that serves its version with
+    the weights that the version names (I4, I11). At most one attempt of a vertex is accepted (I3): a vertex is
     forgotten when it ends, and what arrives later is a duplicate. Each vertex ends: by a success,
     by one of two bounds on attempts, or by its deadline (I8).
 

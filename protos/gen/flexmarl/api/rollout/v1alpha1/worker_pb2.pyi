@@ -326,32 +326,11 @@ class SampleEnd(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class OutputsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.bytes
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.bytes = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     OUTPUT_JSON_FIELD_NUMBER: _builtins.int
-    OUTPUTS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Sample."""
     status: _common_pb2.SampleStatus.ValueType
@@ -366,10 +345,6 @@ class SampleEnd(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why, with FAILED."""
 
-    @_builtins.property
-    def outputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """Decoded text of each agent vertex, by vertex id: what the workflow read. Set for DONE and FAILED."""
-
     def __init__(
         self,
         *,
@@ -378,11 +353,10 @@ class SampleEnd(_message.Message):
         rewards: _graph_pb2.RewardSet | None = ...,
         failure: _common_pb2.Failure | None = ...,
         output_json: _builtins.bytes = ...,
-        outputs: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "output_json", b"output_json", "outputs", b"outputs", "rewards", b"rewards", "sample_id", b"sample_id", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "output_json", b"output_json", "rewards", b"rewards", "sample_id", b"sample_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
