@@ -14,7 +14,7 @@ from flexmarl.client.request import new_request_id
 from flexmarl.core.call_context import bind_ids, reset_ids, set_deadline
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
-from flexmarl.core.retry import RetryPolicy
+from flexmarl.core.retry import RetryPolicy, patient
 from flexmarl.runtime.config import ServerConfig
 
 
@@ -146,6 +146,25 @@ async def test_a_call_finds_a_service_that_comes_up_meanwhile():
         assert not call.done()
         async with serving(Echo(), config=ServerConfig(port=port, grace_s=0.1)):
             assert await call == b"x"
+
+
+async def test_patience_outlasts_the_timeout_of_one_try_but_not_the_callers_time(echo):
+    echo.unavailable = 10**9
+    async with serving(echo) as server:
+        impatient = RetryPolicy(max_attempts=10**6, initial_s=0.02, max_s=0.02)
+        async with connect(server.address, retry=impatient) as channel:
+            with pytest.raises(errors.UnavailableError):
+                await channel.unary_unary(path("Unary"))(b"x", timeout=0.1)
+        async with connect(server.address, retry=patient(3600.0)) as channel:
+            call = asyncio.create_task(channel.unary_unary(path("Unary"))(b"x", timeout=0.1))
+            await asyncio.sleep(0.5)
+            assert not call.done()
+            echo.unavailable = 0
+            assert await call == b"x"
+            echo.unavailable = 10**9
+            set_deadline(time.monotonic() + 0.3)
+            with pytest.raises((errors.UnavailableError, errors.DeadlineError)):
+                await channel.unary_unary(path("Unary"))(b"x", timeout=0.1)
 
 
 async def test_nobody_there_is_unavailable_by_name():

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s
+from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s, patient
 
 POLICY = RetryPolicy(max_attempts=5, initial_s=0.1, max_s=0.3, multiplier=2.0)
 
@@ -29,3 +29,11 @@ def test_no_delay_beyond_the_deadline():
 
 def test_no_retry_means_once():
     assert next_delay_s(NO_RETRY, failed_attempts=1, left_s=None, rng=Random(0)) is None
+
+
+def test_patience_is_bounded_by_time_not_by_attempts():
+    policy = patient(60.0)
+    assert policy.patience_s == 60.0
+    for left_s, goes_on in ((30.0, True), (0.0, False)):
+        delay_s = next_delay_s(policy, failed_attempts=500, left_s=left_s, rng=Random(2))
+        assert (delay_s is not None) is goes_on

@@ -114,7 +114,9 @@ def test_a_wrong_key_refuses_to_start_in_one_line(start):
     process = start("--set", "server.prot=1")
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == EXIT_START_REFUSED
-    assert stderr == "flexmarl echo: config: unknown key 'server.prot', did you mean 'server.port'?\n"
+    assert (
+        stderr == "flexmarl echo: config: unknown key 'server.prot', did you mean 'server.port'?\n"
+    )
 
 
 def test_a_port_in_use_refuses_to_start_in_one_line(start, tmp_path):

@@ -19,12 +19,20 @@ class RetryPolicy:
         initial_s: Upper end of the first delay.
         max_s: Upper end of any delay.
         multiplier: Growth of the upper end per attempt.
+        patience_s: How long to go on beyond the timeout of one try, for services that are restarted
+            under a running caller; None: all tries share the call's timeout.
     """
 
     max_attempts: int = 6
     initial_s: float = 0.05
     max_s: float = 1.0
     multiplier: float = 2.0
+    patience_s: float | None = None
+
+
+def patient(patience_s: float) -> RetryPolicy:
+    """Repeats for so long, bounded by time rather than by attempts."""
+    return RetryPolicy(max_attempts=1_000_000, patience_s=patience_s)
 
 
 NO_RETRY = RetryPolicy(max_attempts=1)

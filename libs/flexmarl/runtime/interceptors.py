@@ -40,7 +40,7 @@ _MAKE_HANDLER: dict[tuple[bool, bool], Callable[..., Any]] = {
 }
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in stubs only
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server.
 
     Args:
@@ -54,7 +54,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # g
         self._exempt = frozenset(without_deadline)
         self._wrapped: dict[str, Handler] = {}
 
-    async def intercept_service(  # type: ignore[override] # the stubs forget unknown methods
+    async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from flexmarl.core.deadlines import LONG_LIVED
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import server_options
 from flexmarl.runtime.config import ServerConfig
@@ -53,7 +54,8 @@ class GrpcServer:
         name: Service name in metrics and logs.
         add_to_server: Such as `partial(add_XServicer_to_server, servicer)`.
         services: Full names, such as `flexmarl.api.meg_store.v1alpha1.MegStoreService`.
-        long_lived: Full method names (`/package.Service/Method`) of streams without a deadline.
+        long_lived: Full method names (`/package.Service/Method`) of streams without a
+            deadline; by default the project's.
         registry: Where RPC metrics go; a new one by default.
     """
 
@@ -64,7 +66,7 @@ class GrpcServer:
         name: str,
         add_to_server: Sequence[AddToServer],
         services: Sequence[str],
-        long_lived: Collection[str] = (),
+        long_lived: Collection[str] = LONG_LIVED,
         registry: CollectorRegistry | None = None,
     ) -> None:
         self.registry = registry or new_registry()

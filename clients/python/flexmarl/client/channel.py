@@ -27,6 +27,7 @@ from flexmarl.core.call_context import (
     encode_ids,
     onward_timeout_s,
 )
+from flexmarl.core.deadlines import DEADLINES_S
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import DEFAULT_DEADLINE_S, client_options
 from flexmarl.core.retry import RetryPolicy, next_delay_s
@@ -38,7 +39,7 @@ _Codec = Callable[[Any], Any] | None
 def connect(
     address: str,
     *,
-    deadlines_s: Mapping[str, float | None] | None = None,
+    deadlines_s: Mapping[str, float | None] = DEADLINES_S,
     retry: RetryPolicy | None = None,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Channel:
@@ -47,14 +48,14 @@ def connect(
     Args:
         address: `host:port` or `unix:/path`.
         deadlines_s: Default deadline by full method name (`/package.Service/Method`); None: no
-            deadline, for long-lived streams only.
-        retry: How often UNAVAILABLE is repeated.
+            deadline, for long-lived streams only. By default the project's table.
+        retry: How often UNAVAILABLE is repeated; `patient(60)` rides out a service's restart.
         default_deadline_s: Deadline of methods that `deadlines_s` does not name.
     """
     return Channel(
         grpc.aio.insecure_channel(address, options=client_options()),
         address=address,
-        deadlines_s=deadlines_s or {},
+        deadlines_s=deadlines_s,
         retry=retry or RetryPolicy(),
         default_deadline_s=default_deadline_s,
     )
@@ -205,10 +206,19 @@ class CallRule:
             return extra
         return ((IDS_METADATA_KEY, encode_ids(ids)), *(extra or ()))
 
-    def delay_s(self, error: FlexMarlError, *, failed: int, left_s: float | None) -> float | None:
+    def give_up_at(self, started: float, timeout_s: float | None) -> float | None:
+        """When (monotonic) repetition ends: maybe after one try's time, never after the caller's."""
+        patience_s = self._retry.patience_s
+        if patience_s is None:
+            return None if timeout_s is None else started + timeout_s
+        allowed_s = onward_timeout_s(max(patience_s, timeout_s or 0.0), now=started)
+        return None if allowed_s is None else started + allowed_s
+
+    def delay_s(self, error: FlexMarlError, *, failed: int, end: float | None) -> float | None:
         """Delay before repeating a failed call; None: do not repeat."""
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             return None
+        left_s = None if end is None else end - time.monotonic()
         return next_delay_s(self._retry, failed_attempts=failed, left_s=left_s, rng=self._rng)
 
 
@@ -232,22 +242,23 @@ class UnaryCallable:
         rule = self._rule
         timeout_s = rule.timeout_s(timeout)
         sent = rule.metadata(metadata)
+        started = time.monotonic()
         try:
             return await self._inner(request, timeout=timeout_s, metadata=sent)
         except grpc.RpcError as error:
             failure = from_rpc_error(error, method=rule.method)
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        for failed in range(1, 1 << 30):
-            left_s = None if end is None else end - time.monotonic()
-            delay_s = rule.delay_s(failure, failed=failed, left_s=left_s)
-            if delay_s is None:
-                raise failure
+        end = rule.give_up_at(started, timeout_s)
+        failed = 1
+        while (delay_s := rule.delay_s(failure, failed=failed, end=end)) is not None:
             await asyncio.sleep(delay_s)
-            left_s = None if end is None else max(end - time.monotonic(), 0.001)
+            left_s = timeout_s if end is None else max(end - time.monotonic(), 0.001)
+            if timeout_s is not None and left_s is not None:
+                left_s = min(left_s, timeout_s)
             try:
                 return await self._inner(request, timeout=left_s, metadata=sent)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, method=rule.method)
+                failed += 1
         raise failure
 
 

@@ -1,0 +1,50 @@
+"""How long each method may take by default, and which streams live without a limit.
+
+One table for both ends: the client takes its defaults from it, the server refuses calls without a
+deadline except to the streams named here. Methods that are not named have `DEFAULT_DEADLINE_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_STORE: Final = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
+_ORCHESTRATOR: Final = "/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/"
+_ROLLOUT: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService/"
+_TRAINER: Final = "/flexmarl.api.trainer.v1alpha1.TrainerService/"
+
+LONG_LIVED: Final = frozenset(
+    (
+        _STORE + "Watch",
+        _ORCHESTRATOR + "WatchProgress",
+        _ROLLOUT + "WatchStatus",
+        _ROLLOUT + "ConnectEngineHost",
+        _TRAINER + "WatchStatus",
+    )
+)
+"""Streams that may be called without a deadline; keep-alive finds their dead peers."""
+
+DEADLINES_S: Final[Mapping[str, float | None]] = MappingProxyType(
+    {
+        **dict.fromkeys(LONG_LIVED),
+        # Objects of gigabytes pass through these in chunks.
+        _STORE + "PutObject": 300.0,
+        _STORE + "GetObject": 300.0,
+        # Many rows in one answer, or an fsync behind a busy disk.
+        _STORE + "GetVertices": 30.0,
+        _STORE + "SealSegment": 60.0,
+        _STORE + "DeleteRun": 60.0,
+        # Bundles are unpacked, workers and engines are started.
+        _ORCHESTRATOR + "SubmitRun": 30.0,
+        _ORCHESTRATOR + "ResumeRun": 30.0,
+        _ROLLOUT + "OpenRun": 60.0,
+        _ROLLOUT + "CloseRun": 30.0,
+        _TRAINER + "OpenRun": 60.0,
+        _TRAINER + "CloseRun": 30.0,
+        # Waits by design, and answers what it knows at its deadline.
+        _TRAINER + "WaitOperation": 60.0,
+    }
+)
+"""Default deadline by full method name; None: none, for the long-lived streams only."""
