@@ -1,0 +1,1 @@
+"""A local cluster: the services of one machine, run and watched by the command line."""

@@ -1,0 +1,41 @@
+"""All checks of a run's configuration, cheap ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.preflight.capacity import check_capacity
+from flexmarl.cli.preflight.dataset import check_dataset
+from flexmarl.cli.preflight.models import check_models
+from flexmarl.cli.preflight.prompts import check_prompts
+from flexmarl.cli.preflight.workflow import check_workflow
+from flexmarl.runtime.config import load_config
+from flexmarl.runtime.run_config import RunConfig
+
+
+def load_run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """Reads a run's configuration; relative paths in it are taken from its folder.
+
+    Raises:
+        CliError: It cannot be read.
+        ConfigError: It is wrong; one line that names the key.
+    """
+    if not path.is_file():
+        raise CliError(f"no file {path}")
+    config = load_config(RunConfig, path=path, overrides=overrides)
+    return config.relative_to(path.resolve().parent)
+
+
+def check_run(config: RunConfig, *, max_engines: int = 0) -> None:
+    """Looks at everything that a run needs from the outside.
+
+    Raises:
+        CliError: The first thing that is wrong.
+    """
+    check_prompts(config)
+    check_capacity(config, max_engines=max_engines)
+    check_models(config)
+    check_dataset(config)
+    check_workflow(config)

@@ -1,0 +1,118 @@
+"""The folder of a run: `runs/<id>/`, filled while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.progress.report import AGENT_PREFIX, VersionNumbers
+from flexmarl.runtime.run_config import RunConfig
+
+
+class RunOutputs:
+    """Writes what a run leaves for people.
+
+    `config.json` is written at the start, `metrics.jsonl` a line per version as it comes, the plot
+    at the end. Opening the folder again (a resumed run) writes `metrics.jsonl` anew: the
+    orchestrator reports every committed version again.
+
+    Args:
+        folder: `runs/<id>`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.history: list[VersionNumbers] = []
+        self._metrics: IO[str] | None = None
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object per version."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.folder / "config.json"
+
+    @property
+    def plot_file(self) -> Path:
+        """Reward over versions."""
+        return self.folder / "reward.png"
+
+    def policy_folder(self, policy: str) -> Path:
+        """Hugging Face folder of a policy."""
+        return self.folder / "policies" / policy
+
+    def open(self, config: RunConfig) -> None:
+        """Make the folder and write the configuration."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config.model_dump(mode="json"), indent=2)
+        self.config_file.write_text(text + "\n", encoding="utf-8")
+        self._metrics = self.metrics_file.open("w", encoding="utf-8")
+
+    def add(self, numbers: VersionNumbers) -> None:
+        """Append a version; a version that was there already is left out."""
+        if any(item.version == numbers.version for item in self.history):
+            return
+        assert self._metrics is not None, "open comes first"
+        self.history.append(numbers)
+        self._metrics.write(json.dumps(numbers.to_json()) + "\n")
+        self._metrics.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def plot(self) -> Path | None:
+        """Draw the rewards; None without matplotlib or without versions."""
+        rewards = [item for item in self.history if item.team_reward is not None]
+        if not rewards:
+            return None
+        try:
+            from flexmarl.cli.progress.plot import plot_rewards
+        except ImportError:
+            return None
+        plot_rewards(rewards, self.plot_file)
+        return self.plot_file
+
+
+def check_new(folder: Path) -> None:
+    """Refuses the folder of an earlier run.
+
+    Raises:
+        CliError: It exists.
+    """
+    if folder.exists():
+        raise CliError(
+            f"{folder}: exists already; choose another --run-id, or go on with that run: "
+            f"flexmarl resume {folder.name}"
+        )
+
+
+def summary(history: Sequence[VersionNumbers]) -> list[str]:
+    """What came out, in lines."""
+    if not history:
+        return ["no version was finished"]
+    first, last = history[0], history[-5:]
+    lines = []
+    for label, key in [
+        ("team", "team_reward"),
+        *((name, AGENT_PREFIX + name) for name in history[-1].under(AGENT_PREFIX)),
+    ]:
+        values = [item.metrics[key] for item in last if key in item.metrics]
+        if values:
+            start = first.metrics.get(key, float("nan"))
+            lines.append(
+                f"reward {label}: {start:.3f} at version {first.version}, "
+                f"{sum(values) / len(values):.3f} over the last {len(values)}"
+            )
+    consumed = sum(sum(item.consumed.values()) for item in history)
+    voided = sum(sum(item.voided.values()) for item in history)
+    lines.append(f"rows: {consumed} trained on, {voided} void")
+    return lines

@@ -1,0 +1,80 @@
+"""The numbers of one version, as a person and `metrics.jsonl` see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+
+AGENT_PREFIX = "reward/"
+STEP_PREFIX = "step/"
+UTILISATION_PREFIX = "utilisation/"
+TOKENS_PREFIX = "tokens_per_s/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionNumbers:
+    """One committed version's account.
+
+    Attributes:
+        version: Version whose samples these are.
+        metrics: Numbers by name; what is not finite is left out.
+        num_groups: Groups that were trained on, and dropped.
+        consumed: Rows in the update, by policy.
+        voided: Rows not trained on, by policy.
+        committed_unix_ns: Time of the commit that ended the batch.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
+    num_groups: tuple[int, int]
+    consumed: Mapping[str, int]
+    voided: Mapping[str, int]
+    committed_unix_ns: int
+
+    @property
+    def team_reward(self) -> float | None:
+        """Mean team reward of the batch."""
+        return self.metrics.get("team_reward")
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds from the batch's start to its hand-over."""
+        return self.metrics.get("step_s")
+
+    def under(self, prefix: str) -> dict[str, float]:
+        """Metrics below a prefix, without it, sorted by name."""
+        return {
+            name.removeprefix(prefix): value
+            for name, value in sorted(self.metrics.items())
+            if name.startswith(prefix)
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """One object of `metrics.jsonl`."""
+        return {
+            "version": self.version,
+            **{name: self.metrics[name] for name in sorted(self.metrics)},
+            "groups_closed": self.num_groups[0],
+            "groups_dropped": self.num_groups[1],
+            **{f"rows_consumed/{name}": count for name, count in sorted(self.consumed.items())},
+            **{f"rows_void/{name}": count for name, count in sorted(self.voided.items())},
+            "committed_unix_ns": self.committed_unix_ns,
+        }
+
+
+def numbers_of(report: orchestrator_pb2.VersionReport) -> VersionNumbers:
+    """Reads a report; JSON and plots know no infinities, so those numbers are left out."""
+    batch = report.batch
+    return VersionNumbers(
+        version=report.version,
+        metrics={name: value for name, value in batch.metrics.items() if math.isfinite(value)},
+        num_groups=(batch.num_groups_closed, batch.num_groups_dropped),
+        consumed={name: counts.consumed for name, counts in batch.policies.items() if name},
+        voided={
+            name: sum(counts.voided.values()) for name, counts in batch.policies.items() if name
+        },
+        committed_unix_ns=report.committed_unix_ns,
+    )
