@@ -207,7 +207,7 @@ class CallRule:
         return ((IDS_METADATA_KEY, encode_ids(ids)), *(extra or ()))
 
     def give_up_at(self, started: float, timeout_s: float | None) -> float | None:
-        """When (monotonic) repetition ends: maybe after one try's time, never after the caller's."""
+        """When (monotonic) repetition ends: maybe past one try, never past the caller's."""
         patience_s = self._retry.patience_s
         if patience_s is None:
             return None if timeout_s is None else started + timeout_s
