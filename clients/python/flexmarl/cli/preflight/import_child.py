@@ -1,8 +1,8 @@
 """Imports a workflow package in a process of its own and says what is wrong with it.
 
 Reads `{"package": FOLDER, "functions": {KEY: {"name": "module:function", "coroutine": BOOL}}}` from
-standard input and writes `{}` or `{"key", "message", "file", "line"}`. What user code prints goes to
-standard error.
+standard input and writes `{}` or `{"key", "message", "file", "line"}`. What user code prints goes
+to standard error.
 """
 
 from __future__ import annotations
@@ -70,11 +70,9 @@ def _import(package: str, module_name: str) -> Any:  # noqa: ANN401 - a module o
             ) from None
         raise _located(package, module_name, error) from None
     except SyntaxError as error:
-        raise _ProblemError(
-            f"module {module_name!r}: {error.msg}",
-            file=error.filename or "",
-            line=error.lineno or 0,
-        ) from None
+        file, line = error.filename or "", error.lineno or 0
+        message = f"module {module_name!r}: {error.msg}"
+        raise _ProblemError(message, file=file, line=line) from None
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
         raise _located(package, module_name, error) from None
 

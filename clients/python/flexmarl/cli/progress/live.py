@@ -154,8 +154,8 @@ def _policies(progress: orchestrator_pb2.RunProgress) -> Table:
         for policy in instance.policies:
             instances.setdefault(policy, []).append(label)
     for policy in sorted({*instances, *progress.queues, *progress.rows_waiting}):
-        queue = progress.queues[policy] if policy in progress.queues else None
-        rows = progress.rows_waiting[policy] if policy in progress.rows_waiting else 0
+        queue = progress.queues.get(policy)
+        rows = progress.rows_waiting.get(policy, 0)
         table.add_row(
             policy,
             str(queue.num_waiting if queue else 0),

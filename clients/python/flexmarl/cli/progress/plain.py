@@ -1,4 +1,4 @@
-"""Progress for a log file or a pipe: one line per version, and one when what is waited for changes."""
+"""Progress for a log file or a pipe: one line per version, and one for a new wait at the start."""
 
 from __future__ import annotations
 

@@ -68,13 +68,12 @@ class VersionNumbers:
 def numbers_of(report: orchestrator_pb2.VersionReport) -> VersionNumbers:
     """Reads a report; JSON and plots know no infinities, so those numbers are left out."""
     batch = report.batch
+    policies = {name: counts for name, counts in batch.policies.items() if name}
     return VersionNumbers(
         version=report.version,
         metrics={name: value for name, value in batch.metrics.items() if math.isfinite(value)},
         num_groups=(batch.num_groups_closed, batch.num_groups_dropped),
-        consumed={name: counts.consumed for name, counts in batch.policies.items() if name},
-        voided={
-            name: sum(counts.voided.values()) for name, counts in batch.policies.items() if name
-        },
+        consumed={name: counts.consumed for name, counts in policies.items()},
+        voided={name: sum(counts.voided.values()) for name, counts in policies.items()},
         committed_unix_ns=report.committed_unix_ns,
     )

@@ -1,0 +1,155 @@
+"""A policy's weights as a Hugging Face folder that `AutoModelForCausalLM` loads.
+
+The weights segment holds the tensors under the names of `state_dict()`, so writing it is a copy:
+no tensor library is needed, and the bytes in the file are the bytes that were served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flexmarl.core.errors import DomainError, ErrorReason
+
+_BASE_FILES: Final = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "LICENSE*",
+)
+"""What is taken over from the base model's folder, beside its config."""
+
+_TORCH_DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """One tensor to write.
+
+    Attributes:
+        name: As in `state_dict()`.
+        dtype: In safetensors' spelling, such as "F32".
+        shape: Shape.
+        data: Its bytes, row-major.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    data: memoryview
+
+
+def write_hf_folder(
+    tensors: Sequence[TensorBytes],
+    *,
+    base_model: Path,
+    out: Path,
+    metadata: Mapping[str, str] | None = None,
+    replace: bool = False,
+) -> Path:
+    """Write a model folder; it appears whole or not at all.
+
+    Args:
+        tensors: The weights; tied ones once.
+        base_model: Folder with config and tokenizer.
+        out: Folder to make.
+        metadata: Kept in the weights file, for people.
+        replace: Take the place of a folder that is there already.
+
+    Raises:
+        DomainError: ALREADY_EXISTS when `out` exists and `replace` is false; MODEL_INVALID when the
+            base folder has no config.
+    """
+    if out.exists() and not replace:
+        raise DomainError(ErrorReason.ALREADY_EXISTS, f"{out}: exists already; give another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir()
+        _copy_base(base_model, temporary)
+        _write_config(base_model, temporary, _torch_dtype(tensors))
+        # transformers refuses a weights file that does not name its framework.
+        write_safetensors(
+            temporary / "model.safetensors", tensors, {"format": "pt", **(metadata or {})}
+        )
+        _publish(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[TensorBytes], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors in the safetensors format, streaming; sorted by name.
+
+    See https://github.com/huggingface/safetensors#format: the size of the header, the header, the
+    bytes of all tensors without gaps.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for tensor in ordered:
+        end = offset + tensor.data.nbytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for tensor in ordered:
+            file.write(tensor.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _torch_dtype(tensors: Sequence[TensorBytes]) -> str:
+    names = {_TORCH_DTYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _TORCH_DTYPES}
+    # Mixed weights are loaded in the widest of their types, so that none is rounded.
+    return next(name for name in ("float64", "float32", "bfloat16", "float16") if name in names)
+
+
+def _copy_base(base_model: Path, folder: Path) -> None:
+    if not (base_model / "config.json").is_file():
+        raise DomainError(ErrorReason.MODEL_INVALID, f"{base_model}: has no config.json")
+    for pattern in _BASE_FILES:
+        for file in sorted(base_model.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_config(base_model: Path, folder: Path, dtype: str) -> None:
+    config = json.loads((base_model / "config.json").read_bytes())
+    # The base may be stored in another precision, or quantised; these weights are neither.
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = dtype
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    if not out.exists():
+        temporary.rename(out)
+        return
+    old = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
+    out.rename(old)
+    temporary.rename(out)
+    shutil.rmtree(old)
