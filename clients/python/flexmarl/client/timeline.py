@@ -1,0 +1,172 @@
+"""One timeline of a run as Chrome trace JSON; opens in Perfetto and chrome://tracing.
+
+Tracks, grouped as processes of the trace: `batches` (from commit to commit), `instances` (each
+request while it was served), `queues` (each request while it waited, one track per policy), and
+the spans that the services recorded.
+
+Format: "Trace Event Format", complete events (`ph: X`) with times in microseconds, and metadata
+events (`ph: M`) that name processes and threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+
+_STATUS = common_pb2.VertexStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """One piece of work on the timeline.
+
+    Attributes:
+        process: Group of tracks.
+        track: Track.
+        name: What is written on it.
+        start_ns: Unix nanoseconds.
+        end_ns: Unix nanoseconds.
+        args: Shown beside it.
+        overlapping: True for a track on which spans overlap; they are spread over lanes.
+    """
+
+    process: str
+    track: str
+    name: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    overlapping: bool = False
+
+
+def vertex_spans(vertices: Iterable[graph_pb2.VertexMeta]) -> Iterator[TraceSpan]:
+    """Waiting and serving of each vertex."""
+    for vertex in vertices:
+        args = {
+            "vertex": vertex.vertex_id,
+            "policy": vertex.policy,
+            "version": vertex.policy_version,
+            "tokens": vertex.num_response_tokens,
+            "status": _STATUS.Name(vertex.status).removeprefix("VERTEX_STATUS_").lower(),
+        }
+        sent_ns = vertex.dispatched_unix_ns
+        if vertex.ready_unix_ns and sent_ns:
+            yield TraceSpan(
+                "queues",
+                vertex.policy or "tools",
+                vertex.agent,
+                vertex.ready_unix_ns,
+                sent_ns,
+                args,
+                overlapping=True,
+            )
+        if sent_ns and vertex.finished_unix_ns:
+            yield TraceSpan(
+                "instances",
+                vertex.instance_id or vertex.agent,
+                vertex.agent,
+                sent_ns,
+                vertex.finished_unix_ns,
+                args,
+                overlapping=True,
+            )
+
+
+def batch_spans(manifests: Iterable[graph_pb2.Manifest]) -> Iterator[TraceSpan]:
+    """Each batch from the commit before it to its own."""
+    before_ns = 0
+    for manifest in manifests:
+        if before_ns and manifest.HasField("batch"):
+            yield TraceSpan(
+                "batches",
+                "team",
+                f"batch {manifest.batch.batch}",
+                before_ns,
+                manifest.committed_unix_ns,
+                {"version": manifest.version, **dict(manifest.batch.metrics)},
+            )
+        before_ns = manifest.committed_unix_ns
+
+
+def write_trace(spans: Iterable[TraceSpan], path: Path) -> int:
+    """Write a trace file, atomically.
+
+    Returns:
+        Number of spans in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            count = _write_events(sorted(spans, key=lambda span: span.start_ns), file)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _write_events(spans: list[TraceSpan], file: IO[str]) -> int:
+    origin_ns = spans[0].start_ns if spans else 0
+    tracks = _Tracks()
+    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    for number, span in enumerate(spans):
+        process, thread = tracks.place(span)
+        event = {
+            "ph": "X",
+            "pid": process,
+            "tid": thread,
+            "name": span.name,
+            "ts": (span.start_ns - origin_ns) / 1000,
+            "dur": max(span.end_ns - span.start_ns, 0) / 1000,
+            "args": dict(span.args),
+        }
+        file.write(("" if number == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
+    for event in tracks.names():
+        file.write((",\n" if spans else "") + json.dumps(event, separators=(",", ":")))
+    file.write("\n]}\n")
+    return len(spans)
+
+
+class _Tracks:
+    """Numbers for processes and threads of the trace.
+
+    The format wants spans of one thread nested; requests of one instance overlap, so each goes to
+    the first lane that is free when it starts.
+    """
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str, int], int] = {}
+        self._lanes: dict[tuple[str, str], list[int]] = {}
+
+    def place(self, span: TraceSpan) -> tuple[int, int]:
+        process = self._processes.setdefault(span.process, len(self._processes) + 1)
+        lane = self._lane(span) if span.overlapping else 0
+        thread = self._threads.setdefault((span.process, span.track, lane), len(self._threads) + 1)
+        return process, thread
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        for name, process in self._processes.items():
+            yield _name_event("process_name", process, 0, name)
+        for (process_name, track, lane), thread in self._threads.items():
+            label = track if lane == 0 else f"{track} ({lane + 1})"
+            yield _name_event("thread_name", self._processes[process_name], thread, label)
+
+    def _lane(self, span: TraceSpan) -> int:
+        ends = self._lanes.setdefault((span.process, span.track), [])
+        for lane, end_ns in enumerate(ends):
+            if end_ns <= span.start_ns:
+                ends[lane] = span.end_ns
+                return lane
+        ends.append(span.end_ns)
+        return len(ends) - 1
+
+
+def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}

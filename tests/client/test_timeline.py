@@ -1,0 +1,62 @@
+"""The timeline: a file that trace viewers read, with nothing overlapping on one thread."""
+
+import json
+from pathlib import Path
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.client.timeline import TraceSpan, batch_spans, vertex_spans, write_trace
+
+
+def vertex(number: int, ready: int, sent: int, finished: int) -> graph_pb2.VertexMeta:
+    return graph_pb2.VertexMeta(
+        vertex_id=f"b000000a0-g0000-s000a0/0:{number}",
+        agent="sorter",
+        policy="sorter",
+        instance_id="sorter-0",
+        status=common_pb2.VERTEX_STATUS_DONE,
+        ready_unix_ns=ready,
+        dispatched_unix_ns=sent,
+        finished_unix_ns=finished,
+    )
+
+
+def read(path: Path) -> tuple[list[dict], list[dict]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [e for e in events if e["ph"] == "X"], [e for e in events if e["ph"] == "M"]
+
+
+def test_overlapping_requests_go_to_lanes_of_their_instance(tmp_path: Path):
+    spans = vertex_spans([vertex(0, 1000, 2000, 9000), vertex(1, 1000, 3000, 5000)])
+    assert write_trace(spans, tmp_path / "t.json") == 4
+    work, names = read(tmp_path / "t.json")
+    for thread in {event["tid"] for event in work}:
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == thread)
+        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+    labels = {event["args"]["name"] for event in names}
+    assert labels == {"queues", "instances", "sorter", "sorter (2)", "sorter-0", "sorter-0 (2)"}
+
+
+def test_a_vertex_that_was_never_sent_makes_no_serving_span():
+    assert list(vertex_spans([vertex(0, 1000, 0, 0)])) == []
+
+
+def test_a_batch_lasts_from_commit_to_commit():
+    manifests = [
+        graph_pb2.Manifest(version=0, committed_unix_ns=1000),
+        graph_pb2.Manifest(version=1, committed_unix_ns=5000, batch=graph_pb2.BatchRecord(batch=0)),
+    ]
+    (span,) = batch_spans(manifests)
+    assert (span.name, span.start_ns, span.end_ns) == ("batch 0", 1000, 5000)
+
+
+def test_an_empty_timeline_is_still_a_trace(tmp_path: Path):
+    assert write_trace([], tmp_path / "t.json") == 0
+    assert read(tmp_path / "t.json") == ([], [])
+
+
+def test_times_are_microseconds_from_the_first_span(tmp_path: Path):
+    spans = [TraceSpan("trainer", "slot0", "apply", 7_000_000, 9_000_000, {"policy": "x"})]
+    write_trace(spans, tmp_path / "t.json")
+    ((event,), _) = read(tmp_path / "t.json")
+    assert (event["ts"], event["dur"], event["args"]) == (0, 2000, {"policy": "x"})
