@@ -12,7 +12,11 @@ def test_a_draw_depends_on_seed_and_counter_alone() -> None:
 
 def test_known_numbers_never_change() -> None:
     # Stored rows are drawn again after a crash: another generator would draw other tokens.
-    assert [uniform(0, 0), uniform(1, 0), uniform(0, 1)] == [0.0564663990004608, 0.6487508310490744, 0.44008326622012284]
+    assert [uniform(0, 0), uniform(1, 0), uniform(0, 1)] == [
+        0.0564663990004608,
+        0.6487508310490744,
+        0.44008326622012284,
+    ]
 
 
 def test_uniform_on_the_half_open_interval() -> None:

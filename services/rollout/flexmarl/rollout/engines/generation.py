@@ -1,0 +1,130 @@
+"""One attempt as the embedded engine holds it: what was asked, what was drawn so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.engines.draw import RowSampling, row_sampling
+from flexmarl.rollout.engines.results import version_run
+
+
+@dataclass(slots=True)
+class Generation:
+    """A sequence in the making.
+
+    Attributes:
+        request: What was asked.
+        prompt: Its tokens.
+        limit: Most tokens to draw, the context's rest included.
+        stop: Tokens that end it; the drawn one is part of the response, with its log-prob (D5).
+        sampling: How to draw.
+        seed: Of the vertex.
+        version: Pinned at the start; a later move of the version does not relabel it (C1).
+        started_ns: Unix time.
+        tokens: Drawn so far.
+        logprobs: One per token.
+    """
+
+    request: GenerateRequest
+    prompt: list[int]
+    limit: int
+    stop: frozenset[int]
+    sampling: RowSampling
+    seed: int
+    version: int
+    weights_hash: str
+    started_ns: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, token: int, logprob: float) -> str | None:
+        """Append a drawn token; returns the finish reason once it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    @property
+    def position(self) -> int:
+        """Position of the newest drawn token."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def most_columns(self) -> int:
+        """Positions that it may come to need in the cache."""
+        return len(self.prompt) + self.limit
+
+    def result(
+        self,
+        *,
+        finish_reason: str,
+        now_ns: int,
+        failure: Failure | None = None,
+        infrastructure: bool = False,
+    ) -> GenerateResult:
+        """The end of the attempt."""
+        return GenerateResult(
+            attempt_id=self.request.attempt_id,
+            instance_id=self.request.instance_id,
+            version=self.version,
+            weights_hash=self.weights_hash,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            finish_reason=finish_reason,
+            version_runs=version_run(version=self.version, num_tokens=len(self.tokens)),
+            failure=failure,
+            infrastructure=infrastructure,
+            started_unix_ns=self.started_ns,
+            finished_unix_ns=now_ns,
+        )
+
+
+def begin(
+    request: GenerateRequest,
+    *,
+    max_context: int,
+    vocab_size: int,
+    weights_hash: str,
+    now_ns: int,
+) -> Generation:
+    """Check a request and make its sequence.
+
+    Raises:
+        DomainError: PROMPT_TOO_LONG, INVALID_ARGUMENT.
+    """
+    prompt, sampling = list(request.prompt_tokens), request.sampling
+    if len(prompt) >= max_context:
+        raise DomainError(
+            ErrorReason.PROMPT_TOO_LONG,
+            f"{request.attempt_id}: prompt of {len(prompt)} tokens leaves no room for a response "
+            f"in a context of {max_context}",
+            {"prompt_tokens": str(len(prompt)), "max_context": str(max_context)},
+        )
+    if not prompt or max(prompt) >= vocab_size:
+        raise _invalid(request, f"prompt must be tokens below {vocab_size}, at least one")
+    if sampling.max_tokens < 1:
+        raise _invalid(request, "sampling.max_tokens must be at least 1")
+    if not sampling.temperature >= 0 or not 0 <= sampling.top_p <= 1:
+        raise _invalid(request, "sampling.temperature must be >= 0, sampling.top_p within (0, 1]")
+    return Generation(
+        request=request,
+        prompt=prompt,
+        limit=min(sampling.max_tokens, max_context - len(prompt)),
+        stop=frozenset(sampling.stop_token_ids),
+        # An unset top_p is 0 on the wire; it cannot mean an empty nucleus.
+        sampling=row_sampling(
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p or 1.0
+        ),
+        seed=sampling.seed,
+        version=request.version,
+        weights_hash=weights_hash,
+        started_ns=now_ns,
+    )
+
+
+def _invalid(request: GenerateRequest, message: str) -> DomainError:
+    return DomainError(ErrorReason.INVALID_ARGUMENT, f"{request.attempt_id}: {message}")
