@@ -40,7 +40,14 @@ async def serve_echo(config):
 
 
 async def fail(config):
-    raise ValueError("broken while running")
+    """Fails with an expected error, but while running."""
+    from flexmarl.core.errors import DomainError, ErrorReason
+    from flexmarl.runtime.server import GrpcServer
+
+    server = GrpcServer(config.server, name="echo", add_to_server=[], services=[])
+    await server.start()
+    server.request_stop("writer", DomainError(ErrorReason.DISK_FULL, "broken while running"))
+    await server.serve_until_signal()
 
 
 SCRIPT = """

@@ -11,9 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from runtime.echo_service import LONG_LIVED, NAME, Echo, path, serving
 
+from flexmarl.client.channel import connect
+from flexmarl.client.errors import UnavailableError
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.retry import NO_RETRY
 from flexmarl.runtime.config import ServerConfig
-from flexmarl.runtime.server import GrpcServer
+from flexmarl.runtime.server import GrpcServer, ServiceFailedError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,7 +45,7 @@ async def echo():
 
 @pytest.fixture
 async def server(echo):
-    async with serving(echo, config=ServerConfig(grace_s=0.1, metrics_port=0)) as server:
+    async with serving(echo) as server:
         yield server
 
 
@@ -192,7 +195,14 @@ async def test_reflection_lists_the_services_by_config(channel):
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_port_in_use_is_refused_not_shared(server):
+@pytest.fixture
+async def measured(echo):
+    async with serving(echo, config=ServerConfig(grace_s=0.1, metrics_port=0)) as server:
+        yield server
+
+
+async def test_a_port_in_use_is_refused_not_shared(measured):
+    server = measured
     for config in (
         ServerConfig(port=server.port),
         ServerConfig(metrics_port=server.metrics_port),
@@ -205,13 +215,28 @@ async def test_a_port_in_use_is_refused_not_shared(server):
         assert caught.value.reason is ErrorReason.PORT_IN_USE
 
 
-async def test_metrics_count_calls_by_method_and_code(channel, server):
-    for _ in range(3):
-        await channel.unary_unary(path("Unary"))(b"x", timeout=5)
-    await refused(channel.unary_unary(path("Fail"))(b"DISK_FULL", timeout=5))
-    async for _ in channel.unary_stream(path("Count"))(b"2", timeout=5):
-        pass
-    url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+async def test_a_stopping_server_is_unavailable_to_calls_in_flight(echo):
+    async with serving(echo) as server, connect(server.address, retry=NO_RETRY) as channel:
+        sleeping = asyncio.create_task(channel.unary_unary(path("Sleep"))(b"", timeout=60))
+        chat = channel.stream_stream(path("Chat"))(timeout=60)
+        await chat.write(b"hello")
+        assert await chat.read() == b"hello"
+        await echo.entered.wait()
+        await server.stop()
+        for call in (sleeping, chat.read()):
+            with pytest.raises(UnavailableError):
+                await call
+        assert echo.cleaned.is_set()
+
+
+async def test_metrics_count_calls_by_method_and_code(measured):
+    async with grpc.aio.insecure_channel(measured.address) as channel:
+        for _ in range(3):
+            await channel.unary_unary(path("Unary"))(b"x", timeout=5)
+        await refused(channel.unary_unary(path("Fail"))(b"DISK_FULL", timeout=5))
+        async for _ in channel.unary_stream(path("Count"))(b"2", timeout=5):
+            pass
+    url = f"http://127.0.0.1:{measured.metrics_port}/metrics"
 
     def scrape():
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -271,7 +296,8 @@ async def test_stop_drains_in_order_whatever_hooks_do_and_raises_the_cause():
         server.on_drain(hook)
     server.request_stop("writer failed", RuntimeError("disk gone"))
     server.request_stop("a later reason")
-    with pytest.raises(RuntimeError, match="disk gone"):
+    with pytest.raises(ServiceFailedError, match="writer failed") as caught:
         await server.serve_until_signal()
+    assert str(caught.value.__cause__) == "disk gone"
     assert order == ["first", "stuck", "last"]
     await server.stop()

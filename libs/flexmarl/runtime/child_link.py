@@ -94,8 +94,11 @@ class ChildLink:
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"frame of {len(frame)} bytes")
         with self._sending:
-            self._socket.sendall(HEADER.pack(len(frame)))
-            self._socket.sendall(frame)
+            try:
+                self._socket.sendall(HEADER.pack(len(frame)))
+                self._socket.sendall(frame)
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(EXIT_ORPHANED)  # as the watch is about to do
 
 
 class AsyncChildLink(FrameLink):

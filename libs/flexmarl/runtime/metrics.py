@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,7 +25,9 @@ LATENCY_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 
 def new_registry() -> CollectorRegistry:
     """A registry of its own: the global one would mix the services of one test process."""
-    return CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)  # memory, CPU, descriptors of the process
+    return registry
 
 
 class MethodStats:

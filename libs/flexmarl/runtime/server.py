@@ -38,6 +38,10 @@ DrainHook = Callable[[], Awaitable[None]]
 _log = get_logger(__name__)
 
 
+class ServiceFailedError(RuntimeError):
+    """A service stopped because a part of it failed; the cause is its `__cause__`."""
+
+
 class GrpcServer:
     """One listening process of a service.
 
@@ -82,6 +86,7 @@ class GrpcServer:
         self._health = Health(self._services)
         self._drain_hooks: list[DrainHook] = []
         self._stopping = asyncio.Event()
+        self._stop_reason = ""
         self._stop_error: BaseException | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -119,11 +124,15 @@ class GrpcServer:
             names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         self._port = _bind(server, host=self._config.host, port=self._config.port)
-        if self._config.metrics_port is not None:
-            self._metrics = MetricsEndpoint(
-                registry=self.registry, host=self._config.host, port=self._config.metrics_port
-            )
-        await server.start()
+        try:
+            if self._config.metrics_port is not None:
+                self._metrics = MetricsEndpoint(
+                    registry=self.registry, host=self._config.host, port=self._config.metrics_port
+                )
+            await server.start()
+        except BaseException:
+            await server.stop(None)  # gives the port back
+            raise
         self._server = server
         _log.info("listening", address=self.address, metrics_port=self.metrics_port)
         return self._port
@@ -142,17 +151,18 @@ class GrpcServer:
         self._drain_hooks.append(hook)
 
     def request_stop(self, reason: str, error: BaseException | None = None) -> None:
-        """Stop as on SIGTERM; with an error, `serve_until_signal` raises it afterwards."""
+        """Stop as on SIGTERM; with an error, `serve_until_signal` fails afterwards."""
         if not self._stopping.is_set():
             _log.info("stopping", reason=reason)
-            self._stop_error = error
+            self._stop_reason, self._stop_error = reason, error
             self._stopping.set()
 
     async def serve_until_signal(self) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop.
 
         Raises:
-            BaseException: The error given to `request_stop`.
+            ServiceFailedError: From the error given to `request_stop`. A type of its own, so that a
+                failure while running is not taken for a refusal to start.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -164,7 +174,7 @@ class GrpcServer:
                 loop.remove_signal_handler(number)
             await self.stop()
         if self._stop_error is not None:
-            raise self._stop_error
+            raise ServiceFailedError(self._stop_reason) from self._stop_error
 
     async def stop(self) -> None:
         """NOT_SERVING, drain hooks, stop with grace; safe to call twice."""
