@@ -1,0 +1,91 @@
+"""Builds a Hugging Face causal LM whose parameters are allocated but not set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexmarl.core.errors import DomainError, ErrorReason
+
+_ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_to_keep_fn")
+
+
+def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
+    """Reads config.json of a model folder, without running code from it.
+
+    Raises:
+        DomainError: MODEL_INVALID.
+    """
+    from transformers import AutoConfig
+
+    if not (model_path / "config.json").is_file():
+        raise _invalid(model_path, "has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _invalid(model_path, f"config.json: {error}") from error
+    for name in _ALTERED_LOGITS:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise _invalid(model_path, f"config.json: {name} is not supported for training")
+    return config
+
+
+def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -> Any:  # noqa: ANN401
+    """Returns the model with unset parameters; buffers, such as rotary frequencies, are set.
+
+    Raises:
+        DomainError: MODEL_INVALID.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(model_path)
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    model.tie_weights()
+    _allocate(model, device)
+    model.to(device)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    extra = [name for name in model.state_dict() if name not in named]
+    if extra:
+        raise _invalid(model_path, f"{extra[0]} is state that is not a parameter; not supported")
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters registered inside take no memory and no time to initialise; buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives every parameter memory once; tied ones stay one (`to_empty` would untie them)."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+            module.register_parameter(name, made[id(parameter)])
+
+
+def _invalid(model_path: Path, text: str) -> DomainError:
+    return DomainError(
+        ErrorReason.MODEL_INVALID, f"{model_path} {text}", {"model": str(model_path)}
+    )

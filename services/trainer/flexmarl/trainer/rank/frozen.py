@@ -1,0 +1,44 @@
+"""Weights of a policy that is not trained: published once, never stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.trainer.rank.segments import DTYPE_NAMES
+
+
+class FrozenWeights:
+    """Full weights on the host, held only between reading them and writing them to a segment."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = dict(weights)
+
+    def describe(self) -> list[meg_store_pb2.NamedBuffer]:
+        """Parameters, without offsets."""
+        return [
+            meg_store_pb2.NamedBuffer(
+                name=name,
+                dtype=DTYPE_NAMES[tensor.dtype],
+                shape=tensor.shape,
+                size_bytes=tensor.numel() * tensor.element_size(),
+            )
+            for name, tensor in self._weights.items()
+        ]
+
+    def state_bytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
+
+    def export(self, kind: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Copies the weights into a segment, converting the dtype.
+
+        Raises:
+            ValueError: Something else than weights is asked for.
+        """
+        if kind != "weights":
+            raise ValueError(f"a frozen policy has no {kind}")
+        for name, tensor in self._weights.items():
+            buffers[name].copy_(tensor)

@@ -1,0 +1,53 @@
+"""Weights of set 0: read from the model's folder, or drawn from the run's seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.trainer.rank.construct import load_config
+
+
+def initial_weights(
+    model_path: Path, *, init: str, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, full float32 tensor) of every parameter, tied ones once.
+
+    Random weights are what the library's own initialisation draws after `torch.manual_seed(seed)`
+    (`initializer_range` of config.json); always drawn in float32, so that the compute dtype does
+    not change them.
+
+    Raises:
+        DomainError: MODEL_INVALID.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if init == "random":
+        config = load_config(model_path)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    else:
+        load_config(model_path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                model_path,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,  # other formats would unpickle a foreign file
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DomainError(
+                ErrorReason.MODEL_INVALID,
+                f"{model_path}: weights cannot be read ({type(error).__name__}: {error}); give a "
+                'folder with model.safetensors, or init = "random"',
+                {"model": str(model_path)},
+            ) from error
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()

@@ -1,0 +1,135 @@
+"""Rows of a micro-batch, from packed bytes to the tensors of one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.passes import Pass
+from flexmarl.trainer.rank.model import PassInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of a micro-batch as flat columns; `starts` index tokens, `response_starts` log-probs."""
+
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    advantages: np.ndarray
+    temperatures: np.ndarray
+    logprobs: np.ndarray
+    starts: np.ndarray
+    response_starts: np.ndarray
+
+    @classmethod
+    def parse(cls, message: rank_pb2.RankGradients) -> Rows:
+        """Reads the columns of a command.
+
+        Raises:
+            ValueError: Columns do not fit each other.
+        """
+        tokens = np.frombuffer(message.tokens, dtype="<i4")
+        prompts = np.frombuffer(message.prompt_lengths, dtype="<i4")
+        responses = np.frombuffer(message.response_lengths, dtype="<i4")
+        logprobs = np.frombuffer(message.logprobs, dtype="<f8")
+        advantages = np.frombuffer(message.advantages, dtype="<f8")
+        temperatures = np.frombuffer(message.temperatures, dtype="<f8")
+        lengths = prompts + responses
+        rows = {len(prompts), len(responses), len(advantages), len(temperatures)}
+        if len(rows) != 1 or lengths.sum() != len(tokens) or responses.sum() != len(logprobs):
+            raise ValueError("columns of the micro-batch do not fit each other")
+        return cls(
+            tokens=tokens,
+            prompt_lengths=prompts,
+            response_lengths=responses,
+            advantages=advantages,
+            temperatures=temperatures,
+            logprobs=logprobs,
+            starts=_starts(lengths),
+            response_starts=_starts(responses),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per row."""
+        return [int(value) for value in self.prompt_lengths + self.response_lengths]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassColumns:
+    """One pass: what the model reads, and per scored token what the loss reads [tokens]."""
+
+    inputs: PassInputs
+    behaviour: torch.Tensor
+    advantage: torch.Tensor
+    row_tokens: torch.Tensor
+    mask: torch.Tensor
+
+
+def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
+    """Builds the tensors of one pass.
+
+    A pass without sampled tokens scores one token with its mask off, so that it runs the same
+    collectives as every other pass.
+    """
+    picked = [row for row in chosen if rows.response_lengths[row]]
+    if not picked:
+        return _empty_pass(device)
+    index = np.asarray(picked)
+    prompts, responses = rows.prompt_lengths[index], rows.response_lengths[index]
+    lengths = prompts + responses
+    width = int(lengths.max())
+    tokens = np.zeros((len(picked), width), dtype=np.int64)
+    inside = np.arange(width)[None, :] < lengths[:, None]
+    tokens[inside] = rows.tokens[_ranges(rows.starts[index], lengths)]
+    row_of = np.repeat(np.arange(len(picked)), responses)
+    within = _ranges(np.zeros(len(picked), dtype=np.int64), responses)
+    columns = np.repeat(prompts, responses) - 1 + within
+    source = _ranges(rows.response_starts[index], responses)
+    return PassColumns(
+        inputs=PassInputs(
+            tokens=torch.from_numpy(tokens).to(device),
+            rows=torch.from_numpy(row_of).to(device),
+            columns=torch.from_numpy(columns).to(device),
+            targets=torch.from_numpy(tokens[row_of, columns + 1]).to(device),
+            temperatures=torch.from_numpy(rows.temperatures[index][row_of]).to(device),
+        ),
+        behaviour=torch.from_numpy(rows.logprobs[source]).to(device),
+        advantage=torch.from_numpy(rows.advantages[index][row_of]).to(device),
+        row_tokens=torch.from_numpy(responses[row_of].astype(np.int64)).to(device),
+        mask=torch.ones(len(row_of), dtype=torch.bool, device=device),
+    )
+
+
+def _empty_pass(device: torch.device) -> PassColumns:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    value = torch.zeros(1, dtype=torch.float64, device=device)
+    return PassColumns(
+        inputs=PassInputs(
+            tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+            rows=zero,
+            columns=zero,
+            targets=zero,
+            temperatures=torch.ones(1, dtype=torch.float64, device=device),
+        ),
+        behaviour=value,
+        advantage=value,
+        row_tokens=zero,
+        mask=torch.zeros(1, dtype=torch.bool, device=device),
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]])
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenates range(start, start + length) of every row."""
+    total = int(lengths.sum())
+    before = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+    indexes: np.ndarray = np.repeat(starts, lengths) + np.arange(total) - before
+    return indexes

@@ -1,0 +1,72 @@
+"""Pays the costs of a process's first step before a policy waits for it: seconds, once."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from flexmarl.runtime.run_config import LossConfig, OptimizerConfig
+from flexmarl.trainer.rank.groups import make_group, mesh_of
+from flexmarl.trainer.rank.losses.base import LossInputs
+from flexmarl.trainer.rank.losses.grpo import grpo
+from flexmarl.trainer.rank.model import PassInputs, shard
+from flexmarl.trainer.rank.optimizer import step
+from flexmarl.trainer.rank.shards import ShardedState
+
+
+def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
+    """Runs two gradient passes and a step of a toy model in a group of one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    group = make_group(
+        name="warm",
+        members=(position,),
+        position=position,
+        store=HashStore(),
+        device=device,
+        timeout_s=timeout_s,
+    )
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    lm = torch.nn.Module.to(LlamaForCausalLM(config), device)
+    model = shard(lm, compute_dtype="float32", mesh=mesh_of(group, device))
+    state = ShardedState(model, rank=0, world_size=1, prefix="lm.")
+    index = torch.arange(3, device=device)
+    values = torch.ones(3, device=device)
+    for _ in range(2):
+        inputs = PassInputs(
+            tokens=torch.zeros((1, 4), dtype=torch.int64, device=device),
+            rows=torch.zeros_like(index),
+            columns=index,
+            targets=index,
+            temperatures=values,
+        )
+        current, entropy = model(inputs, entropy=True)
+        output = grpo(
+            LossInputs(
+                current=current,
+                entropy=entropy,
+                behaviour=current.detach(),
+                advantage=values,
+                row_tokens=torch.full_like(index, 3),
+                mask=torch.ones(3, dtype=torch.bool, device=device),
+            ),
+            LossConfig(),
+            0.1,
+        )
+        torch.autograd.backward(output.total)
+        state.add(state.gradients())
+    step(
+        state,
+        config=OptimizerConfig(),
+        denominator=1.0,
+        num_updates=0,
+        group=group,
+        device=device,
+    )
