@@ -194,7 +194,7 @@ class Loop:
                 inputs=inputs[sample],
                 prompt=prompts[sample],
                 answer=answer,
-                text=self.tokenizer.decode(answer),
+                text=str(self.tokenizer.decode(answer)),
             )
             for sample, answer in enumerate(answers)
         ]

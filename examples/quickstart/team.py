@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from flexmarl.rollout.workflow import Context, FinishedSample, Output, Rewards
+from flexmarl.rollout.workflow import Context, FinishedSample, Rewards
 
 DIGITS = "0123"
 END = "."
@@ -30,7 +30,7 @@ async def team(ctx: Context, query: Mapping[str, Any]) -> str:
         ctx.call("sorter", digits=low, after=halves),
         ctx.call("sorter", digits=high, after=halves),
     )
-    merged: Output = await ctx.call(
+    merged = await ctx.call(
         "merger", left=digits_of(left.text), right=digits_of(right.text), after=[left, right]
     )
     return digits_of(merged.text)
@@ -43,7 +43,7 @@ def reward(sample: FinishedSample) -> Rewards:
     return Rewards(
         team=team_reward,
         vertices={
-            call.vertex_id: blend(local_reward(call.agent, call.inputs, call.text), team_reward)
+            call: blend(local_reward(call.agent, call.inputs, call.text), team_reward)
             for call in sample.calls
         },
     )
