@@ -143,12 +143,11 @@ def _read_config(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 
 
 def _build(config: Any, dtype: torch.dtype, device: torch.device, folder: Path) -> Any:  # noqa: ANN401
+    auto_model: Any = AutoModelForCausalLM
     try:
         # No initialisation: no token is drawn before weights were loaded.
         with no_init_weights(), device:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa"
-            )
+            model = auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (ValueError, ImportError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise _invalid(folder, first_line) from error

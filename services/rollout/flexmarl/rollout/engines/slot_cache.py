@@ -17,7 +17,7 @@ _MIN_ROWS = 8
 _MIN_COLUMNS = 64
 
 
-class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
+class SlotCache(Cache):
     """What a transformers model takes as its cache.
 
     Args:
@@ -42,7 +42,7 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
         self._slots = [
             _SlotLayer(self._cursor, num_heads, head_dim, dtype, device) for _ in range(num_layers)
         ]
-        super().__init__(layers=self._slots)
+        super().__init__(layers=list(self._slots))
         self.num_rows = 0
         self.num_columns = 0
         self.cell_bytes = 2 * num_layers * num_heads * head_dim * dtype.itemsize
@@ -121,7 +121,7 @@ class _Cursor:
         self.positions = torch.empty(0, dtype=torch.long)
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is untyped
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # its __init_subclass__
     """Keys and values of one attention layer, (rows, heads, columns, head_dim)."""
 
     is_sliding = False
@@ -134,7 +134,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is untyp
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cursor = cursor
         self.keys: Tensor = torch.zeros(0, num_heads, 0, head_dim, dtype=dtype, device=device)
         self.values: Tensor = torch.zeros_like(self.keys)
