@@ -1,0 +1,42 @@
+"""Runs benchmarks: `python -m benchmarks store|rollout|trainer|pipeline|all`.
+
+One JSON object per figure goes to stdout, a table to stderr. A benchmark is a module of this folder
+with `run(report)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+
+from benchmarks.report import Report
+
+NAMES = ("store", "rollout", "trainer", "pipeline")
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=[*NAMES, "all"])
+    chosen = parser.parse_args().name
+    names = NAMES if chosen == "all" else (chosen,)
+    built = [name for name in names if importlib.util.find_spec(f"benchmarks.{name}")]
+    missing = [name for name in names if name not in built]
+    if missing:
+        print(f"no benchmark so far: {', '.join(missing)}", file=sys.stderr)
+    if not built:
+        return 2
+    report = Report()
+    try:
+        for name in built:
+            report.progress(f"{name}: measuring")
+            importlib.import_module(f"benchmarks.{name}").run(report)
+    finally:
+        report.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
