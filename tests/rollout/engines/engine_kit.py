@@ -14,7 +14,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     GenerateResult,
     SamplingParams,
 )
-from flexmarl.client.buffers import NamedBuffer, content_hash
+from flexmarl.client.buffers import Buffer, BufferSpec, content_hash
 from flexmarl.rollout.engines.base import Engine, EngineSettings
 from flexmarl.rollout.engines.registry import build_engine
 
@@ -58,7 +58,7 @@ def write_segment(path: Path, model, *, version: int, tied_twice: bool = False) 
         buffers.append(
             EngineBuffer(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=len(raw))
         )
-        views.append(NamedBuffer(name=name, dtype=dtype, shape=shape, data=memoryview(raw)))
+        views.append(Buffer(BufferSpec(name, dtype, shape), memoryview(raw)))
         data += raw
         data += bytes(-len(data) % 64)
         offset = len(data)

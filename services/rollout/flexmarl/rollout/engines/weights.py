@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineBuffer, EngineLoad
-from flexmarl.client.buffers import NamedBuffer, content_hash
+from flexmarl.client.buffers import Buffer, BufferSpec, content_hash
 from flexmarl.core.errors import DomainError, ErrorReason
 
 _TORCH_DTYPES = {
@@ -69,11 +69,9 @@ def _check_content(memory: mmap.mmap, load: EngineLoad) -> None:
     view = memoryview(memory)
     actual = content_hash(
         [
-            NamedBuffer(
-                name=buffer.name,
-                dtype=buffer.dtype,
-                shape=tuple(buffer.shape),
-                data=view[buffer.offset : buffer.offset + buffer.size_bytes],
+            Buffer(
+                BufferSpec(buffer.name, buffer.dtype, tuple(buffer.shape)),
+                view[buffer.offset : buffer.offset + buffer.size_bytes],
             )
             for buffer in load.buffers
         ]
