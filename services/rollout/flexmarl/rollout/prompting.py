@@ -1,0 +1,261 @@
+"""Prompts: templates and chat messages to tokens, tokens to text. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.chat import ChatTemplate
+from flexmarl.runtime.run_config import AgentConfig, RunConfig
+
+_MAX_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+
+
+class Template:
+    """A prompt with {placeholders}: plain names only, so that no template reaches into objects."""
+
+    def __init__(self, text: str, *, agent: str) -> None:
+        self._agent = agent
+        self._parts: list[tuple[str, str | None]] = []
+        try:
+            parsed = list(Formatter().parse(text))
+        except ValueError as error:
+            raise _invalid(agent, f"prompt: {error}") from None
+        for literal, name, spec, conversion in parsed:
+            if name is not None and (not name.isidentifier() or spec or conversion):
+                field = (
+                    name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+                )
+                raise _invalid(
+                    agent,
+                    f"prompt: {{{field}}} is not a plain name; write {{{{ and }}}} for braces",
+                )
+            self._parts.append((literal, name))
+        self.names = frozenset(name for _, name in self._parts if name is not None)
+
+    def render(self, args: Mapping[str, Any]) -> str:
+        """Fills the placeholders.
+
+        Raises:
+            TypeError: An argument is missing, or no placeholder takes it.
+        """
+        if args.keys() != self.names:
+            self._refuse(args)
+        return "".join(
+            literal if name is None else f"{literal}{args[name]}" for literal, name in self._parts
+        )
+
+    def _refuse(self, args: Mapping[str, Any]) -> None:
+        missing = sorted(self.names - args.keys())
+        unknown = sorted(args.keys() - self.names)
+        problems = [f"{{{name}}} is missing" for name in missing]
+        problems += [f"no placeholder takes {name!r}" for name in unknown]
+        raise TypeError(f"agent {self._agent!r}: the prompt does not fit: {'; '.join(problems)}")
+
+
+class ModelText:
+    """Tokenizer, chat template and limits of one model folder.
+
+    Attributes:
+        max_context: Longest prompt plus response; None when the folder does not say.
+        eos_token_ids: Tokens that end a response.
+    """
+
+    def __init__(self, folder: Path, *, policy: str) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise DomainError(
+                ErrorReason.MODEL_INVALID,
+                f"policies.{policy}.model: {folder} has no tokenizer.json",
+                {"policy": policy, "path": str(folder)},
+            )
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise DomainError(
+                ErrorReason.MODEL_INVALID,
+                f"policies.{policy}.model: {path} cannot be read: {error}",
+                {"policy": policy, "path": str(path)},
+            ) from None
+        config = _read_json(folder / "config.json")
+        generation = _read_json(folder / "generation_config.json")
+        self.chat = ChatTemplate(folder, _read_json(folder / "tokenizer_config.json"))
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        self.eos_token_ids: tuple[int, ...] = _as_ids(eos)
+        limits = [config[key] for key in _MAX_CONTEXT_KEYS if isinstance(config.get(key), int)]
+        self.max_context: int | None = limits[0] if limits else None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; lone surrogates, which no tokenizer takes, become U+FFFD."""
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError):
+            clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            encoding = self._tokenizer.encode(clean, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of sampled tokens, special ones left out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent of the run, ready to render prompts.
+
+    Attributes:
+        name: Name.
+        config: Its section of the run's config.
+        model: Text side of its policy's model.
+        template: Its prompt; None when it takes messages only.
+        temperature: Sampling temperature of its policy.
+        top_p: Nucleus of its policy.
+        top_k: Top-k of its policy.
+        stop_token_ids: Tokens that end its response.
+        max_context: Longest prompt plus response of its policy; None when not known.
+    """
+
+    name: str
+    config: AgentConfig
+    model: ModelText
+    template: Template | None
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    max_context: int | None
+
+    def prompt(
+        self, args: Mapping[str, Any], messages: Iterable[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Token ids of the prompt of a call.
+
+        Raises:
+            TypeError: The arguments do not fit the template.
+            DomainError: MODEL_INVALID, the model has no chat template; PROMPT_TOO_LONG.
+        """
+        if messages is not None:
+            if args:
+                raise TypeError(
+                    f"agent {self.name!r}: pass messages or the template's arguments, not both "
+                    f"({', '.join(sorted(args))})"
+                )
+            tokens = self._chat([dict(message) for message in messages])
+        elif self.template is None:
+            raise TypeError(f"agent {self.name!r} has no prompt in the config: pass messages=[...]")
+        elif self.config.chat:
+            tokens = self._chat([{"role": "user", "content": self.template.render(args)}])
+        else:
+            tokens = self.model.encode(self.template.render(args), add_special_tokens=True)
+        self._check_length(len(tokens))
+        return tokens
+
+    def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, (str, list, dict)) and content is not None:
+                message["content"] = str(content)
+        if self.config.system is not None and (not messages or messages[0].get("role") != "system"):
+            messages.insert(0, {"role": "system", "content": self.config.system})
+        text = self.model.chat.render(messages, agent=self.name)
+        return self.model.encode(text, add_special_tokens=False)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit, wanted = self.max_context, self.config.max_tokens
+        if num_tokens == 0:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"agent {self.name!r}: the prompt has no tokens",
+                {"agent": self.name},
+            )
+        if limit is not None and num_tokens + wanted > limit:
+            raise DomainError(
+                ErrorReason.PROMPT_TOO_LONG,
+                f"agent {self.name!r}: prompt of {num_tokens} tokens + max_tokens = {wanted} "
+                f"exceed the context of {limit} tokens of policy {self.config.policy!r}",
+                {
+                    "agent": self.name,
+                    "prompt_tokens": str(num_tokens),
+                    "max_tokens": str(wanted),
+                    "max_context": str(limit),
+                },
+            )
+
+
+def build_agents(config: RunConfig, model_paths: Mapping[str, str]) -> dict[str, Agent]:
+    """Agents of a run, by name.
+
+    Args:
+        config: The run's config.
+        model_paths: Unpacked model folder of each policy.
+
+    Raises:
+        DomainError: MODEL_INVALID, INVALID_ARGUMENT; names the policy or agent.
+    """
+    by_folder: dict[str, ModelText] = {}
+    agents: dict[str, Agent] = {}
+    for name, agent in config.agents.items():
+        policy = config.policies[agent.policy]
+        folder = model_paths[agent.policy]
+        if folder not in by_folder:
+            by_folder[folder] = ModelText(Path(folder), policy=agent.policy)
+        model = by_folder[folder]
+        if agent.chat and not model.chat.available:
+            raise DomainError(
+                ErrorReason.MODEL_INVALID,
+                f"agents.{name}.chat: the model of policy {agent.policy!r} ({folder}) has no chat "
+                "template; set chat = false or use an instruction-tuned model",
+                {"agent": name, "policy": agent.policy},
+            )
+        eos = () if agent.ignore_eos else model.eos_token_ids
+        limits = [n for n in (model.max_context, policy.rollout.max_context) if n is not None]
+        agents[name] = Agent(
+            name=name,
+            config=agent,
+            model=model,
+            template=None if agent.prompt is None else Template(agent.prompt, agent=name),
+            temperature=policy.sampling.temperature,
+            top_p=policy.sampling.top_p,
+            top_k=policy.sampling.top_k,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *agent.stop_token_ids))),
+            max_context=min(limits) if limits else None,
+        )
+    return agents
+
+
+def _invalid(agent: str, problem: str) -> DomainError:
+    return DomainError(ErrorReason.INVALID_ARGUMENT, f"agents.{agent}.{problem}", {"agent": agent})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a model folder's file; nothing when there is no such file.
+
+    Raises:
+        DomainError: MODEL_INVALID, the file is there and is not a JSON object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DomainError(ErrorReason.MODEL_INVALID, f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise DomainError(ErrorReason.MODEL_INVALID, f"{path}: not a JSON object")
+    return data
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - as the model's author wrote it
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(item for item in value if isinstance(item, int))
+    return ()

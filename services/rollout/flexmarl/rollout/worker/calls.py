@@ -1,0 +1,167 @@
+"""Parts of a call: its edges, its hash, its tool vertex."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable
+from typing import Any, Final
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex, VertexMeta, VertexPayload
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import SamplingParams
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
+from flexmarl.core.seeds import vertex_seed
+from flexmarl.rollout.prompting import Agent
+from flexmarl.rollout.workflow import Output
+
+_MAX_DEPTH: Final = 8
+_LENGTH: Final = struct.Struct("<I")
+
+
+def outputs_in(value: Any, *, depth: int = 0) -> Iterable[Output]:  # noqa: ANN401
+    """Outputs among a value's parts, in order; those become edges."""
+    if isinstance(value, Output):
+        yield value
+    elif depth < _MAX_DEPTH:
+        if isinstance(value, dict):
+            for item in value.values():
+                yield from outputs_in(item, depth=depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from outputs_in(item, depth=depth + 1)
+
+
+def upstream_ids(
+    after: Output | Iterable[Output] | None,
+    inputs: Any,  # noqa: ANN401
+    *,
+    sample_id: str,
+) -> list[str]:
+    """Ids of the vertices that a call needs, each once, in order.
+
+    Raises:
+        TypeError: `after` holds something else than outputs.
+        ValueError: An output is another sample's.
+    """
+    explicit = [after] if isinstance(after, Output) else list(after or ())
+    for item in explicit:
+        if not isinstance(item, Output):
+            raise TypeError(f"after= takes outputs of calls, not {type(item).__name__}")
+    ids = dict.fromkeys(o.vertex_id for o in (*explicit, *outputs_in(inputs)))
+    for vertex_id in ids:
+        if not vertex_id.startswith(f"{sample_id}/"):
+            raise ValueError(
+                f"output {vertex_id} belongs to another sample: keep outputs in local variables"
+            )
+    return list(ids)
+
+
+def agent_input_hash(agent: Agent, prompt: list[int]) -> bytes:
+    """Hash of agent, prompt and sampling; not of the seed, which follows from the path."""
+    name = agent.name.encode()
+    sampling = repr(
+        (agent.config.max_tokens, agent.temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
+    ).encode()
+    digest = hashlib.sha256(b"agent")
+    for part in (name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)):
+        digest.update(_LENGTH.pack(len(part)))
+        digest.update(part)
+    return digest.digest()
+
+
+def tool_input_hash(name: str, arguments: bytes) -> bytes:
+    """Hash of tool and arguments."""
+    digest = hashlib.sha256(b"tool")
+    for part in (name.encode(), arguments):
+        digest.update(_LENGTH.pack(len(part)))
+        digest.update(part)
+    return digest.digest()
+
+
+def sampling_params(agent: Agent, *, root_seed: int, path: str) -> SamplingParams:
+    """How the tokens of a call are drawn."""
+    return SamplingParams(
+        max_tokens=agent.config.max_tokens,
+        temperature=agent.temperature,
+        top_p=agent.top_p,
+        top_k=agent.top_k,
+        stop_token_ids=agent.stop_token_ids,
+        seed=vertex_seed(root_seed, path=path),
+    )
+
+
+def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
+    """Canonical JSON; outputs stand for their values.
+
+    Raises:
+        TypeError: JSON cannot hold it.
+    """
+    try:
+        text = json.dumps(
+            value, default=_plain, sort_keys=True, allow_nan=False, separators=(",", ":")
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what}: not a JSON value: {error}") from None
+    return text.encode()
+
+
+def to_shown_json(value: Any) -> bytes:  # noqa: ANN401
+    """JSON for people: what it cannot hold is shown as its repr."""
+    try:
+        return json.dumps(value, default=_shown).encode()
+    except (TypeError, ValueError):  # keys that are no text, cycles
+        return json.dumps(repr(value)).encode()
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, Output):
+        return value.value
+    raise TypeError(f"{type(value).__name__} is not JSON serialisable")
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401
+    return value.value if isinstance(value, Output) else repr(value)
+
+
+def tool_vertex(
+    spec: SampleSpec,
+    *,
+    name: str,
+    path: str,
+    input_hash: bytes,
+    tool_input: bytes,
+    upstream: list[str],
+    ready_unix_ns: int,
+    finished_unix_ns: int,
+    output: bytes = b"",
+    failure: common_pb2.Failure | None = None,
+) -> Vertex:
+    """The row of a tool call that ended."""
+    status = common_pb2.VERTEX_STATUS_DONE if failure is None else common_pb2.VERTEX_STATUS_FAILED
+    return Vertex(
+        meta=VertexMeta(
+            vertex_id=f"{spec.sample_id}/{path}",
+            sample_id=spec.sample_id,
+            group_id=spec.group_id,
+            batch=spec.batch,
+            batch_attempt=spec.batch_attempt,
+            sample_attempt=spec.sample_attempt,
+            attempt=1,
+            path=path,
+            agent=name,
+            kind=common_pb2.VERTEX_KIND_TOOL,
+            status=status,
+            input_hash=input_hash,
+            upstream_vertex_ids=upstream,
+            policy_version=spec.version,
+            finish_reason="tool",
+            ready_columns=("output", "tool_input"),
+            failure=failure,
+            ready_unix_ns=ready_unix_ns,
+            dispatched_unix_ns=ready_unix_ns,
+            finished_unix_ns=finished_unix_ns,
+        ),
+        payload=VertexPayload(output=output, tool_input=tool_input),
+    )

@@ -1,0 +1,57 @@
+"""What went wrong in user code, told in one line with the place, without internal text."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.workflow import CallError
+
+
+def failure(reason: str, message: str, **metadata: str) -> Failure:
+    """A failure message; text that protobuf cannot carry (lone surrogates) is replaced."""
+    return Failure(
+        reason=str(reason),
+        message=_clean(message),
+        metadata={name: _clean(value) for name, value in metadata.items()},
+    )
+
+
+def of_exception(error: BaseException, *, reason: ErrorReason, what: str, folder: Path) -> Failure:
+    """The failure that an exception out of user code stands for.
+
+    Args:
+        error: What was raised; of a group, its first member counts.
+        reason: Reason, unless the exception brings one of its own.
+        what: What raised, such as "workflow team:team".
+        folder: The user's package, whose files are named.
+    """
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, (CallError, DomainError)):
+        return failure(error.reason, error.message, **error.metadata)
+    place = user_place(error, folder)
+    text = " ".join(str(error).split())
+    detail = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    where = f" ({place})" if place else ""
+    return failure(reason, f"{what} raised {detail}{where}", what=what, place=place)
+
+
+def user_place(error: BaseException, folder: Path) -> str:
+    """file:line of the innermost frame in the user's package; empty when there is none."""
+    root = folder.resolve()
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and path.is_relative_to(root):
+            return f"{path.relative_to(root)}:{frame.lineno} in {frame.name}"
+    if isinstance(error, SyntaxError) and error.filename:
+        path = Path(error.filename)
+        name = path.relative_to(root) if path.is_relative_to(root) else path.name
+        return f"{name}:{error.lineno}"
+    return ""
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")

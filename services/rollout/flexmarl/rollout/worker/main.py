@@ -1,0 +1,131 @@
+"""A workflow worker: a child process of the dispatcher that runs user code.
+
+It waits for frames of its link (freed by a frame; the closing of the link ends the process, I15)
+and runs many samples at once on one event loop, with a task factory that gives calls stable ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+    WorkerCommand,
+    WorkerReady,
+    WorkerSample,
+    WorkerSetup,
+)
+from flexmarl.core.errors import DomainError
+from flexmarl.rollout.worker import failures, user_code
+from flexmarl.rollout.worker.outbox import Outbox
+from flexmarl.rollout.worker.sample import SampleRun
+from flexmarl.rollout.worker.tasks import sample_task_factory
+from flexmarl.rollout.worker.user_code import UserCode
+from flexmarl.rollout.worker.watchdog import Watchdog
+from flexmarl.runtime.child_link import AsyncChildLink
+from flexmarl.runtime.config import LogConfig
+from flexmarl.runtime.logging import configure_logging
+
+_TOOL_THREADS = 16
+
+
+def run(args: dict[str, Any]) -> int:
+    """Entry point of the forked child.
+
+    Args:
+        args: `report`: file for the watchdog; `log`: the service's log section.
+    """
+    configure_logging(LogConfig.model_validate(args["log"]), service="rollout-worker")
+    uvloop.run(_serve(Path(args["report"])))
+    return 0
+
+
+async def _serve(report: Path) -> None:
+    loop = asyncio.get_running_loop()
+    link = await AsyncChildLink.from_environment()
+    outbox = Outbox(link.send)
+    pump = asyncio.create_task(outbox.pump(), name="outbox")
+    worker: Worker | None = None
+    async for frame in link:
+        command = WorkerCommand.FromString(frame)
+        if command.HasField("setup"):
+            user = _set_up(command.setup, outbox)
+            if user is not None:
+                loop.set_task_factory(sample_task_factory)  # type: ignore[arg-type]
+                worker = Worker(user, outbox=outbox, report=report)
+        if worker is not None:
+            worker.handle(command)
+    pump.cancel()
+
+
+def _set_up(setup: WorkerSetup, outbox: Outbox) -> UserCode | None:
+    ready = WorkerReady()
+    user: UserCode | None = None
+    try:
+        user = user_code.load(
+            config_json=setup.config_json,
+            workflow_path=setup.workflow_path,
+            model_paths=setup.model_paths,
+        )
+    except DomainError as error:
+        ready.failure.CopyFrom(failures.failure(error.reason, error.message, **error.metadata))
+    outbox.event().ready.CopyFrom(ready)
+    return user
+
+
+class Worker:
+    """The samples of one worker process."""
+
+    def __init__(self, user: UserCode, *, outbox: Outbox, report: Path) -> None:
+        self._user = user
+        self._outbox = outbox
+        self._runs: dict[str, SampleRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._executor = ThreadPoolExecutor(_TOOL_THREADS, thread_name_prefix="tool")
+        workflow = user.config.workflow
+        self._watchdog = Watchdog(
+            report=report,
+            reward_timeout_s=workflow.reward_timeout_s,
+            step_timeout_s=workflow.sample_timeout_s,
+        )
+        self._watchdog.start(asyncio.get_running_loop())
+
+    def handle(self, command: WorkerCommand) -> None:
+        """Takes one frame of the dispatcher."""
+        runs = self._runs
+        for answer in command.answers:
+            run = runs.get(answer.vertex_id.partition("/")[0])
+            if run is not None:
+                run.answer(answer)
+        for sample in command.start:
+            self._start(sample)
+        for sample_id in command.cancel_sample_ids:
+            run = runs.get(sample_id)
+            if run is not None:
+                run.cancel()
+
+    def _start(self, sample: WorkerSample) -> None:
+        sample_id = sample.spec.sample_id
+        if sample_id in self._runs:
+            return
+        run = self._runs[sample_id] = SampleRun(
+            sample,
+            user=self._user,
+            outbox=self._outbox,
+            executor=self._executor,
+            watchdog=self._watchdog,
+        )
+        task = asyncio.get_running_loop().create_task(self._run(sample_id, run), name=sample_id)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, sample_id: str, run: SampleRun) -> None:
+        try:
+            end = await run.execute()
+        finally:
+            del self._runs[sample_id]
+        self._outbox.event().ends.append(end)

@@ -1,0 +1,169 @@
+"""One execution of the workflow on one query, from its start to its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from concurrent.futures import Executor
+from typing import Any
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import RewardSet
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer, SampleEnd, WorkerSample
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.paths import sort_key
+from flexmarl.rollout.worker import failures
+from flexmarl.rollout.worker.caller import Caller
+from flexmarl.rollout.worker.calls import to_shown_json
+from flexmarl.rollout.worker.context import SampleContext
+from flexmarl.rollout.worker.outbox import Outbox
+from flexmarl.rollout.worker.rewards import to_reward_set
+from flexmarl.rollout.worker.tasks import SampleTask, start_root
+from flexmarl.rollout.worker.user_code import UserCode
+from flexmarl.rollout.worker.watchdog import Watchdog
+from flexmarl.rollout.workflow import FinishedSample, Output
+
+
+class SampleRun:
+    """Runs one sample and ends it with its reward.
+
+    `execute` waits for the workflow (freed by its end, by `cancel`, or by sample_timeout_s), then
+    for the reward function (freed by its end, or by reward_timeout_s).
+    """
+
+    def __init__(
+        self,
+        sample: WorkerSample,
+        *,
+        user: UserCode,
+        outbox: Outbox,
+        executor: Executor,
+        watchdog: Watchdog,
+    ) -> None:
+        self.spec = sample.spec
+        self._user = user
+        self._watchdog = watchdog
+        self._caller = Caller(
+            sample, user=user, outbox=outbox, executor=executor, on_diverged=self._stop
+        )
+        self._query: Any = None
+        self._tasks: set[SampleTask] = set()
+        self._root: SampleTask | None = None
+        self._cancelled = False
+
+    def answer(self, answer: CallAnswer) -> None:
+        """Gives a call its answer."""
+        self._caller.answer(answer)
+
+    def cancel(self) -> None:
+        """Cuts the sample."""
+        self._cancelled = True
+        self._stop()
+
+    def adopt(self, task: SampleTask) -> None:
+        """Takes note of a task of this sample, which ends with it."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def execute(self) -> SampleEnd:
+        """Runs the sample to its end; never raises for what user code does."""
+        timeout_s = self._user.config.workflow.sample_timeout_s
+        root = self._root = start_root(self, self._workflow(), asyncio.get_running_loop())
+        if self._cancelled:
+            root.cancel()
+        try:
+            done, _ = await asyncio.wait({root}, timeout=timeout_s)
+        finally:
+            self._close()
+        end = SampleEnd(sample_id=self.spec.sample_id)
+        if self._cancelled:
+            end.status = common_pb2.SAMPLE_STATUS_CANCELLED
+        elif self._caller.diverged:
+            end.status = common_pb2.SAMPLE_STATUS_SUPERSEDED
+        elif (failure := self._failure_of(root, timed_out=not done)) is not None:
+            end.status = common_pb2.SAMPLE_STATUS_FAILED
+            end.failure.CopyFrom(failure)
+        else:
+            await self._finish(root.result(), end)
+        return end
+
+    async def _workflow(self) -> Any:  # noqa: ANN401 - whatever the workflow returns
+        self._query = json.loads(self.spec.query_json)
+        return await self._user.workflow(SampleContext(self, self._caller), self._query)
+
+    def _stop(self) -> None:
+        if self._root is not None:
+            self._root.cancel()
+
+    def _close(self) -> None:
+        """Cuts the work that the workflow no longer waits for."""
+        self._caller.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _failure_of(self, root: SampleTask, *, timed_out: bool) -> Failure | None:
+        workflow = self._user.config.workflow
+        what = f"workflow {workflow.entry}"
+        if self._caller.failure is not None:
+            return self._caller.failure
+        if timed_out:
+            return failures.failure(
+                ErrorReason.DEADLINE_EXCEEDED,
+                f"{what} did not end within sample_timeout_s = {workflow.sample_timeout_s:g}",
+                what=what,
+            )
+        if root.cancelled():
+            message = f"{what} cancelled its own task"
+            return failures.failure(ErrorReason.WORKFLOW_RAISED, message, what=what)
+        error = root.exception()
+        if error is None:
+            return None
+        return failures.of_exception(
+            error, reason=ErrorReason.WORKFLOW_RAISED, what=what, folder=self._user.folder
+        )
+
+    async def _finish(self, output: Any, end: SampleEnd) -> None:  # noqa: ANN401
+        what = f"reward {self._user.config.workflow.reward}"
+        end.output_json = to_shown_json(output)
+        try:
+            rewards = await self._reward(output, what)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            end.status = common_pb2.SAMPLE_STATUS_FAILED
+            failure = failures.of_exception(
+                error, reason=ErrorReason.REWARD_RAISED, what=what, folder=self._user.folder
+            )
+            end.failure.CopyFrom(failure)
+        else:
+            end.status = common_pb2.SAMPLE_STATUS_DONE
+            end.rewards.CopyFrom(rewards)
+
+    async def _reward(self, output: Any, what: str) -> RewardSet:  # noqa: ANN401
+        timeout_s = self._user.config.workflow.reward_timeout_s
+        sample = FinishedSample(
+            query=self._query,
+            output=output,
+            calls=_by_path(self._caller.finished_calls),
+            tools=_by_path(self._caller.finished_tools),
+        )
+        with self._watchdog.running(self.spec.sample_id, what):
+            returned = self._user.reward(sample)
+        if inspect.isawaitable(returned):
+            limit = asyncio.timeout(timeout_s)
+            try:
+                async with limit:
+                    returned = await returned
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DomainError(
+                    ErrorReason.REWARD_RAISED,
+                    f"{what} did not end within reward_timeout_s = {timeout_s:g}",
+                    {"what": what},
+                ) from None
+        return to_reward_set(returned, sample=sample, agents=self._user.agents.keys(), what=what)
+
+
+def _by_path(calls: list[Output]) -> tuple[Output, ...]:
+    return tuple(sorted(calls, key=lambda call: sort_key(call.path)))

@@ -1,0 +1,200 @@
+"""What users write workflows, tools and rewards against.
+
+    async def team(ctx: Context, query: dict) -> object:
+        halves = await ctx.call("splitter", digits=query["digits"])
+        left, right = await ctx.gather(
+            ctx.call("sorter", digits=halves.text[:2], after=halves),
+            ctx.call("sorter", digits=halves.text[2:], after=halves),
+        )
+        return await ctx.call("merger", left=left, right=right)
+
+    def reward(sample: FinishedSample) -> Rewards: ...
+
+A workflow runs again after a crash and is given the stored answers, so it must make the same calls
+with the same inputs: take time, random numbers and ids from `ctx`, not from the modules.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["CallError", "Context", "FinishedSample", "Message", "Output", "Rewards"]
+
+T = TypeVar("T")
+
+Message = Mapping[str, Any]
+"""A chat message: {"role": ..., "content": ...}; the content may be an `Output`."""
+
+
+class CallError(Exception):
+    """A call that will not be answered; a workflow may catch it, or else its sample fails.
+
+    Attributes:
+        reason: Reason from the error catalogue.
+        message: One line that names the agent or tool.
+        metadata: Names and values that the message speaks of.
+    """
+
+    def __init__(
+        self, reason: str, message: str, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
+        self.metadata = dict(metadata or {})
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Output:
+    """What a call returned. Passed on to another call, it becomes an edge of the graph.
+
+    It reads as its text in templates, messages and f-strings; text cut out of it is plain text, so
+    say `after=output` where only a part is passed on. Two outputs are equal only if they are one.
+
+    Attributes:
+        text: Text of the response, special tokens left out; of a tool, its value (as JSON unless
+            it is text).
+        tokens: Sampled token ids, the end token included where it was sampled.
+        finish_reason: "stop", "length" or "abort"; "tool" for tools.
+        vertex_id: Id of the vertex in the graph.
+        agent: Agent, or name of the tool.
+        path: Path of the call: the same in each sample that made it.
+        value: What a tool returned; the text of an agent.
+        inputs: Arguments of the call as given.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    vertex_id: str
+    agent: str
+    path: str
+    value: Any
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.text, spec)
+
+    def __repr__(self) -> str:
+        return f"Output({self.agent} {self.path}: {self.text!r})"
+
+
+class Context(Protocol):
+    """What a workflow is given beside its query."""
+
+    def call(
+        self,
+        agent: str,
+        *,
+        after: Output | Iterable[Output] | None = None,
+        key: str | None = None,
+        messages: Iterable[Message] | None = None,
+        **template_args: Any,  # noqa: ANN401 - whatever the user's template takes
+    ) -> Coroutine[Any, Any, Output]:
+        """Calls an agent; await it, gather it, or make a task of it.
+
+        Args:
+            agent: Name from the run's config.
+            after: Outputs that this call needs beyond those among its arguments.
+            key: Names the call where the number of earlier calls may vary; replaces its number.
+            messages: Chat messages, instead of the agent's template.
+            template_args: Values of the template's placeholders; Outputs among them, also within
+                lists and dicts, become edges.
+
+        Raises:
+            CallError: UNKNOWN_AGENT, PROMPT_TOO_LONG, or all attempts failed.
+            TypeError: Placeholders and arguments do not match.
+        """
+        ...
+
+    def tool(
+        self,
+        name: str,
+        *,
+        after: Output | Iterable[Output] | None = None,
+        key: str | None = None,
+        **args: Any,  # noqa: ANN401 - whatever the user's tool takes
+    ) -> Coroutine[Any, Any, Output]:
+        """Calls a tool of the run's config; its arguments and its value must be JSON values.
+
+        A tool is called at least once: after a crash, again. A function that is not async runs in
+        a thread, beside other samples.
+        """
+        ...
+
+    def gather(self, *calls: Awaitable[T]) -> Awaitable[list[T]]:
+        """Waits for all; like `asyncio.gather`, which works as well."""
+        ...
+
+    def last(self, agent: str) -> None:
+        """Says that the agent will not be called again; not built."""
+        ...
+
+    def now(self) -> float:
+        """Seconds since the epoch, recorded: a repeated run sees the same time."""
+        ...
+
+    @property
+    def random(self) -> Random:
+        """The task's random generator, the same draws in a repeated run."""
+        ...
+
+    def uuid(self) -> uuid.UUID:
+        """A random id, the same in a repeated run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSample:
+    """What a reward function is given.
+
+    Attributes:
+        query: The query.
+        output: What the workflow returned.
+        calls: Finished calls of agents in the order of their paths.
+        tools: Finished calls of tools in the order of their paths.
+    """
+
+    query: Mapping[str, Any]
+    output: Any
+    calls: tuple[Output, ...]
+    tools: tuple[Output, ...] = ()
+
+    def by_agent(self, agent: str) -> list[Output]:
+        """Finished calls of one agent in the order of their paths."""
+        return [call for call in self.calls if call.agent == agent]
+
+    def one(self, agent: str) -> Output:
+        """The only finished call of an agent.
+
+        Raises:
+            LookupError: There is none, or more than one.
+        """
+        found = self.by_agent(agent)
+        if len(found) != 1:
+            raise LookupError(f"agent {agent!r} has {len(found)} finished calls, not one")
+        return found[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """What a reward function may return; a number is the team's, a dict is per agent.
+
+    Attributes:
+        team: Reward of the whole team.
+        agents: Reward per agent, by name.
+        vertices: Reward per call, by `Output` or vertex id.
+        metrics: Further numbers to average per batch and show, by name.
+    """
+
+    team: float | None = None
+    agents: Mapping[str, float] = field(default_factory=dict)
+    vertices: Mapping[Output | str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
