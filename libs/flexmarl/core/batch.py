@@ -1,0 +1,416 @@
+"""One batch, rollout side: its groups, their samples, and how each group ends.
+
+    admit -> samples run -> every sample terminal -> rows read -> advantages -> closed or dropped
+                  |  ^                                                             |
+                  refill                                      dropped: next query replaces it
+
+`BatchGroups` says what is due; it never waits by itself. A group leaves a stage only by an event:
+the store acknowledged it (admit, read, close) or told that a sample ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from flexmarl.core.advantages import (
+    AdvantageRule,
+    FinishedSample,
+    GroupAdvantages,
+    group_advantages,
+)
+from flexmarl.core.closure import (
+    CancelRest,
+    Close,
+    ClosureRules,
+    Drop,
+    Fail,
+    FailureWatch,
+    Refill,
+    Wait,
+    decide_group,
+    may_replace,
+)
+from flexmarl.core.ids import BatchId, GroupId, SampleId
+from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, GroupSpec, ReadRows
+from flexmarl.core.run_events import StoredGroup
+from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
+from flexmarl.core.training_rows import Rewards, Row, RowVoid, RunFailure, SampleFact
+
+_DEAD_ROWS = {
+    SampleStatus.FAILED: VoidReason.SAMPLE_FAILED,
+    SampleStatus.CANCELLED: VoidReason.SAMPLE_FAILED,
+    SampleStatus.SUPERSEDED: VoidReason.REPLAY_DIVERGED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """Size of a batch, failure policy and advantages."""
+
+    num_groups: int
+    samples_per_group: int
+    closure: ClosureRules
+    advantage: AdvantageRule
+
+
+class GroupStage(Enum):
+    """Where a group stands."""
+
+    ADMITTING = auto()
+    OPEN = auto()
+    READING = auto()
+    CLOSING = auto()
+    TERMINAL = auto()
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A group, its samples, and how it ends.
+
+    `attempts` and `current` hold the newest attempt of each sample and its status, by ordinal;
+    `samples` holds every attempt that ended, by id.
+    """
+
+    spec: GroupSpec
+    group_id: GroupId
+    stage: GroupStage
+    attempts: dict[int, int] = field(default_factory=dict)
+    current: dict[int, SampleStatus] = field(default_factory=dict)
+    samples: dict[str, SampleFact] = field(default_factory=dict)
+    decision: Close | Drop | None = None
+    cancelled: bool = False
+    status: GroupStatus = GroupStatus.OPEN
+    rows: tuple[Row, ...] = ()
+    released: int = 0
+    zero_variance: bool = False
+
+    def sample_id(self, ordinal: int) -> SampleId:
+        """The newest attempt of a sample."""
+        return SampleId(self.group_id, ordinal, self.attempts[ordinal])
+
+    def begin(self, ordinals: Iterable[int], *, attempt: int = 0) -> list[SampleId]:
+        """Open an attempt of samples."""
+        opened = list(ordinals)
+        self.attempts.update(dict.fromkeys(opened, attempt))
+        self.current.update(dict.fromkeys(opened, SampleStatus.OPEN))
+        return [self.sample_id(ordinal) for ordinal in opened]
+
+    def status_of(self, sample_id: str) -> SampleStatus:
+        """Status of a sample attempt; one that nothing was heard of is open."""
+        fact = self.samples.get(sample_id)
+        return SampleStatus.OPEN if fact is None else fact.status
+
+
+class BatchGroups:
+    """The groups of one batch attempt.
+
+    Args:
+        batch: Batch and attempt.
+        rules: Sizes and policies.
+        query_at: Dataset row of the group with an ordinal, replacements counted on.
+        watch: Failure watch of the whole run.
+    """
+
+    def __init__(
+        self,
+        batch: BatchId,
+        rules: BatchRules,
+        *,
+        query_at: Callable[[int], int],
+        watch: FailureWatch,
+    ) -> None:
+        self.batch = batch
+        self.groups: dict[str, GroupState] = {}
+        self.failure: RunFailure | None = None
+        self._rules = rules
+        self._query_at = query_at
+        self._watch = watch
+        self._replaced = 0
+        self._num_terminal = 0
+        self._due: dict[str, None] = {}
+        self._to_start: list[SampleId] = []
+        self._closures: list[CloseGroup] = []
+        self._to_replace: list[str] = []
+        self._admitting = False
+
+    # What is known
+
+    @property
+    def number(self) -> int:
+        """Number of the batch."""
+        return self.batch.batch
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups so far, replacements included: how far the cursor moves."""
+        return len(self.groups)
+
+    @property
+    def num_terminal(self) -> int:
+        """Groups that are closed or dropped."""
+        return self._num_terminal
+
+    @property
+    def all_terminal(self) -> bool:
+        """Whether no group is open, refillable or replaceable."""
+        ended = 0 < len(self.groups) == self._num_terminal
+        return ended and not self._due and not self._to_replace
+
+    def open_samples(self) -> Iterator[SampleId]:
+        """Sample attempts that shall run, oldest group first."""
+        for group in self.groups.values():
+            if group.stage is not GroupStage.OPEN or group.cancelled:
+                continue
+            for ordinal, status in group.current.items():
+                if status is SampleStatus.OPEN:
+                    yield group.sample_id(ordinal)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch so far, refills included."""
+        return sum(len(group.current) for group in self.groups.values())
+
+    @property
+    def num_samples_ended(self) -> int:
+        """Samples that ended."""
+        return self.num_samples - sum(
+            status is SampleStatus.OPEN
+            for group in self.groups.values()
+            for status in group.current.values()
+        )
+
+    def leftover_reason(self, row: Row) -> VoidReason:
+        """Why a row that came after its group had ended is not trained on."""
+        group = self.groups.get(str(SampleId.parse(row.sample_id).group))
+        if group is None:
+            return VoidReason.GROUP_DROPPED
+        reason = _DEAD_ROWS.get(group.status_of(row.sample_id))
+        if reason is not None:
+            return reason
+        # It finished behind the back of a workflow that had returned already.
+        dropped = group.status is GroupStatus.DROPPED
+        return VoidReason.GROUP_DROPPED if dropped else VoidReason.REDUNDANT
+
+    # What happens
+
+    def admitted(self, specs: Iterable[GroupSpec]) -> None:
+        """The store has the groups."""
+        self._admitting = False
+        for spec in specs:
+            group = self.groups[spec.group_id]
+            group.stage = GroupStage.OPEN
+            self._to_start.extend(group.sample_id(ordinal) for ordinal in group.current)
+
+    def restore(self, stored: Sequence[StoredGroup], samples: Iterable[SampleFact]) -> None:
+        """Takes up what the store has of the batch."""
+        for item in sorted(stored, key=lambda item: item.spec.ordinal):
+            group = self._add(item.spec, GroupStage.OPEN)
+            self._replaced += bool(item.spec.replaces)
+            if item.status is not GroupStatus.OPEN:
+                self._end(group, item.status, released=len(item.claimable))
+                group.rows = item.rows
+        for sample in samples:
+            self.sample_changed(sample)
+        for group in self.groups.values():
+            if group.stage is GroupStage.TERMINAL:
+                group.zero_variance = self._advantages(group).zero_variance
+            self._due[group.spec.group_id] = None
+
+    def sample_changed(self, fact: SampleFact) -> None:
+        """The store told of a sample; news of other batches or from before is left aside."""
+        sample_id, text = fact.sample_id, str(fact.sample_id)
+        group = self.groups.get(str(sample_id.group))
+        if group is None or text in group.samples or fact.status is SampleStatus.OPEN:
+            return
+        group.samples[text] = fact
+        ordinal, attempt = sample_id.ordinal, sample_id.attempt
+        if attempt >= group.attempts.get(ordinal, 0):
+            group.attempts[ordinal] = attempt
+            group.current[ordinal] = fact.status
+            if fact.status is SampleStatus.SUPERSEDED and not group.cancelled:
+                self._to_start.extend(group.begin((ordinal,), attempt=attempt + 1))
+        self._due[group.spec.group_id] = None
+        failure = fact.failure or RunFailure(
+            reason="INTERNAL", message=f"sample {sample_id} ended as {fact.status.value}"
+        )
+        counted = fact.status in (SampleStatus.DONE, SampleStatus.FAILED)
+        failed = fact.status is SampleStatus.FAILED
+        if counted and self._watch.is_fatal(failed=failed, reason=failure.reason):
+            self.failure = failure
+
+    def cut(self, samples: Iterable[SampleId]) -> None:
+        """The dispatcher cut the samples, or never knew them: it will not tell of them any more."""
+        for sample_id in samples:
+            self.sample_changed(SampleFact(sample_id=sample_id, status=SampleStatus.CANCELLED))
+
+    def rows_read(self, group_id: str, rows: tuple[Row, ...]) -> None:
+        """The store told a group's rows: its end can be written."""
+        self._closures.append(self._closure(group_id, rows))
+
+    def closed(self, effect: CloseGroup) -> tuple[Row, ...]:
+        """The store has closed or dropped the group; returns the rows that it released."""
+        group = self.groups[effect.group_id]
+        self._end(group, effect.status, released=len(effect.released))
+        self._due[effect.group_id] = None
+        return tuple(item.row for item in effect.released)
+
+    def due(self) -> list[AdmitGroups | CancelSamples | ReadRows | CloseGroup]:
+        """What the batch needs now, and the groups that something happened to."""
+        if not self.groups:
+            return [self._admit([""] * self._rules.num_groups, "the batch begins")]
+        effects: list[AdmitGroups | CancelSamples | ReadRows | CloseGroup] = []
+        for group_id in self._due:
+            group = self.groups[group_id]
+            if group.stage is GroupStage.OPEN:
+                effects.extend(self._decide(group))
+            elif group.stage is GroupStage.TERMINAL and self._lacks_replacement(group):
+                self._to_replace.append(group_id)
+        self._due.clear()
+        effects.extend(self._closures)
+        self._closures.clear()
+        # One write at a time: a crash between two could leave a gap, and its query untaken.
+        if self._to_replace and not self._admitting:
+            effects.append(self._admit(self._to_replace, "in place of dropped groups"))
+            self._to_replace = []
+        return effects
+
+    def take_startable(self) -> list[SampleId]:
+        """Sample attempts that became due since the last call."""
+        due, self._to_start = self._to_start, []
+        return due
+
+    # How it is done
+
+    def _end(self, group: GroupState, status: GroupStatus, *, released: int) -> None:
+        group.stage = GroupStage.TERMINAL
+        group.status = status
+        group.released = released
+        self._num_terminal += 1
+
+    def _closure(self, group_id: str, rows: tuple[Row, ...]) -> CloseGroup:
+        group = self.groups[group_id]
+        group.rows = rows
+        group.stage = GroupStage.CLOSING
+        assert group.decision is not None, "rows are read once the group's end is decided"
+        advantages = self._advantages(group)
+        group.zero_variance = advantages.zero_variance
+        flat = advantages.zero_variance and self._rules.closure.filter_zero_variance
+        if flat and isinstance(group.decision, Close):
+            reason = "all samples have the same reward"
+            group.decision = Drop(VoidReason.ZERO_VARIANCE, reason)
+        voided = list(advantages.voided)
+        for row in rows:
+            dead = _DEAD_ROWS.get(group.status_of(row.sample_id))
+            if row.trainable and dead is not None:
+                voided.append(RowVoid(row, dead))
+        if isinstance(group.decision, Close):
+            return CloseGroup(
+                batch=self.batch.batch,
+                group_id=group_id,
+                status=GroupStatus.CLOSED,
+                drop_reason=None,
+                released=advantages.released,
+                voided=tuple(voided),
+                reason=group.decision.reason,
+            )
+        why = group.decision.void_reason
+        dropped = (RowVoid(item.row, why) for item in advantages.released)
+        return CloseGroup(
+            batch=self.batch.batch,
+            group_id=group_id,
+            status=GroupStatus.DROPPED,
+            drop_reason=why,
+            released=(),
+            voided=(*dropped, *voided),
+            reason=group.decision.reason,
+        )
+
+    def _decide(self, group: GroupState) -> Iterator[CancelSamples | ReadRows]:
+        decision = decide_group(
+            group.current,
+            num_wanted=self._rules.samples_per_group,
+            rules=self._rules.closure,
+        )
+        match decision:
+            case Wait():
+                return
+            case Refill(ordinals):
+                self._to_start.extend(group.begin(ordinals))
+            case CancelRest(ordinals, reason):
+                if not group.cancelled:
+                    group.cancelled = True
+                    cut = tuple(group.sample_id(ordinal) for ordinal in ordinals)
+                    yield CancelSamples(samples=cut, reason=reason)
+            case Fail(reason):
+                self.failure = self._failure_of(group, reason)
+            case Close() | Drop():
+                group.decision = decision
+                group.stage = GroupStage.READING
+                yield ReadRows(
+                    batch=self.batch.batch, group_id=group.spec.group_id, reason=decision.reason
+                )
+
+    def _failure_of(self, group: GroupState, reason: str) -> RunFailure:
+        failures = (fact.failure for fact in group.samples.values() if fact.failure is not None)
+        first = next(failures, RunFailure(reason="INTERNAL", message="no reason was given"))
+        return RunFailure(
+            reason=first.reason,
+            message=f"{first.message} ({reason})",
+            metadata={**first.metadata, "group": group.spec.group_id},
+        )
+
+    def _lacks_replacement(self, group: GroupState) -> bool:
+        if group.status is not GroupStatus.DROPPED:
+            return False
+        if any(other.spec.replaces == group.spec.group_id for other in self.groups.values()):
+            return False
+        if may_replace(replaced=self._replaced, rules=self._rules.closure):
+            self._replaced += 1
+            return True
+        if self._rules.closure.on_replace_exhausted == "fail":
+            message = (
+                f"group {group.spec.group_id} was dropped after {self._replaced} replacement(s), "
+                "and batch.on_replace_exhausted = 'fail'"
+            )
+            self.failure = self._failure_of(group, message)
+        return False
+
+    def _admit(self, replaces: Sequence[str], reason: str) -> AdmitGroups:
+        first = len(self.groups)
+        specs = tuple(
+            GroupSpec(
+                group_id=str(GroupId(self.batch, ordinal)),
+                ordinal=ordinal,
+                query_index=self._query_at(ordinal),
+                replaces=replaced,
+            )
+            for ordinal, replaced in enumerate(replaces, start=first)
+        )
+        self._admitting = True
+        for spec in specs:
+            self._add(spec, GroupStage.ADMITTING)
+        return AdmitGroups(batch=self.batch.batch, groups=specs, reason=reason)
+
+    def _add(self, spec: GroupSpec, stage: GroupStage) -> GroupState:
+        group = GroupState(spec, GroupId(self.batch, spec.ordinal), stage)
+        group.begin(range(self._rules.samples_per_group))
+        self.groups[spec.group_id] = group
+        return group
+
+    def _advantages(self, group: GroupState) -> GroupAdvantages:
+        by_sample: dict[str, list[Row]] = {}
+        for row in group.rows:
+            if row.trainable:
+                by_sample.setdefault(row.sample_id, []).append(row)
+        finished = [
+            FinishedSample(
+                sample_id=sample_id,
+                rewards=fact.rewards or Rewards(),
+                rows=by_sample.get(sample_id, ()),
+            )
+            for sample_id, fact in group.samples.items()
+            if fact.status is SampleStatus.DONE
+        ]
+        return group_advantages(finished, self._rules.advantage)

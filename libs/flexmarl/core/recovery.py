@@ -1,0 +1,51 @@
+"""Taking a run up again from what the store holds.
+
+Nothing here is special: stored facts are put where the events of an unbroken run would have put
+them, and the ordinary rules find what is due.
+
+- Groups that are closed keep their released rows; those in no record form micro-batches.
+- Groups that are open, with all samples ended, are decided again; the same facts, the same end.
+- Records are in a sum when the newest saved ledger says so; others are handed out again.
+"""
+
+from __future__ import annotations
+
+from flexmarl.core.batch import BatchGroups
+from flexmarl.core.run_events import StoredRun
+from flexmarl.core.training import Training
+from flexmarl.core.training_rows import Row
+
+
+def restore_batch(stored: StoredRun, batch: BatchGroups | None, training: Training) -> None:
+    """Puts stored facts into the open batch and the policies.
+
+    Args:
+        stored: What the store holds.
+        batch: The open batch, just made; None when there is none.
+        training: Policies; their batch has begun where there is one.
+    """
+    if stored.version is not None:
+        for policy in training.policies.values():
+            policy.has_state = True
+    if batch is not None and stored.groups:
+        batch.restore(stored.groups, stored.samples)
+        _restore_records(stored, training)
+    for name, state in sorted(stored.states.items()):
+        if name in training.policies:
+            training.policies[name].adopt(state)
+
+
+def _restore_records(stored: StoredRun, training: Training) -> None:
+    rows: dict[str, Row] = {row.vertex_id: row for item in stored.groups for row in item.rows}
+    taken: set[str] = set()
+    for record in sorted(stored.records, key=lambda record: record.micro_batch_id):
+        taken.update(record.vertex_ids)
+        training.policies[record.policy].restore(
+            record.micro_batch_id,
+            tuple(rows[vertex_id] for vertex_id in record.vertex_ids),
+            voided=record.voided,
+        )
+    for item in stored.groups:
+        for row in item.rows:
+            if row.vertex_id in item.claimable and row.vertex_id not in taken:
+                training.policies[row.policy].queue.add((row,), group_ordinal=item.spec.ordinal)

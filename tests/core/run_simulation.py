@@ -1,0 +1,461 @@
+"""A world for the run's core: a store that keeps, services that forget, and chance.
+
+The world executes effects as the services would, in any order, and may lose a trainer, the
+dispatcher or the orchestrator between any two steps. The store alone remembers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from flexmarl.core.dataset_order import Cursor, DatasetOrder
+from flexmarl.core.ids import SampleId
+from flexmarl.core.run import RunCore, RunRules
+from flexmarl.core.run_effects import (
+    ActivateVersion,
+    AdmitGroups,
+    Apply,
+    Bind,
+    CancelSamples,
+    CloseGroup,
+    CloseSubgraphs,
+    Commit,
+    Compute,
+    CountVertices,
+    CreateMicroBatch,
+    Effect,
+    EndRun,
+    GroupSpec,
+    MarkRows,
+    OpenRollout,
+    OpenTrainer,
+    PrepareWeights,
+    ReadRows,
+    SaveGradients,
+    SetTimer,
+    StartSamples,
+    Suspend,
+    VoidRows,
+    Work,
+)
+from flexmarl.core.run_events import (
+    Computed,
+    Counted,
+    EffectDone,
+    EffectFailed,
+    Event,
+    Result,
+    RolloutLost,
+    RowsRead,
+    SampleChanged,
+    StateFact,
+    StateSaved,
+    StoredGroup,
+    StoredRecord,
+    StoredRun,
+    TimerFired,
+    TrainerLost,
+    TrainerOpened,
+)
+from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
+from flexmarl.core.training_rows import Rewards, Row, RunFailure, SampleFact
+
+LOST = RunFailure(reason="CHILD_DIED", message="a rank died")
+
+
+@dataclass
+class Store:
+    """What survives."""
+
+    groups: dict[str, GroupSpec] = field(default_factory=dict)
+    status: dict[str, GroupStatus] = field(default_factory=dict)
+    samples: dict[str, SampleFact] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+    void: dict[str, VoidReason] = field(default_factory=dict)
+    records: dict[str, CreateMicroBatch] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
+    closed_batches: set[int] = field(default_factory=set)
+    states: dict[str, StateFact] = field(default_factory=dict)
+    version: int | None = None
+    cursor: Cursor = field(default_factory=Cursor)
+    applied: dict[str, str] = field(default_factory=dict)
+    queries: list[tuple[int, int]] = field(default_factory=list)
+
+    def batch_of(self, vertex_id: str) -> int:
+        return SampleId.parse(vertex_id.partition("/")[0]).group.batch.batch
+
+    def stored(self) -> StoredRun:
+        batch = -1 if self.version is None else self.version
+        names = [g for g in self.groups if SampleId.parse(f"{g}-s000a0").group.batch.batch == batch]
+        groups = []
+        for name in names:
+            rows = tuple(r for r in self.rows.values() if r.sample_id.startswith(name + "-"))
+            ended = self.status[name] is not GroupStatus.OPEN
+            claimable = frozenset(
+                r.vertex_id for r in rows if r.vertex_id in self.released - self.void.keys()
+            )
+            groups.append(
+                StoredGroup(
+                    spec=self.groups[name],
+                    status=self.status[name],
+                    rows=rows if ended else (),
+                    claimable=claimable,
+                )
+            )
+        return StoredRun(
+            version=self.version,
+            cursor=self.cursor,
+            groups=tuple(groups),
+            samples=tuple(
+                fact for fact in self.samples.values() if fact.sample_id.group.batch.batch == batch
+            ),
+            records=tuple(
+                StoredRecord(
+                    micro_batch_id=name,
+                    policy=record.policy,
+                    vertex_ids=tuple(row.vertex_id for row in record.rows),
+                    voided=record.rows[0].vertex_id in self.void,
+                )
+                for name, record in self.records.items()
+                if record.batch == batch
+            ),
+            states=dict(self.states),
+        )
+
+
+@dataclass
+class Sum:
+    """What a bound process group holds in memory."""
+
+    binding: int
+    ledger: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+
+
+class World:
+    """Executes a run's effects under chance.
+
+    Args:
+        rules: Rules of the run.
+        rng: Source of all chance.
+        trouble: Chance per step that something is lost or fails.
+        agents: Agents called per sample, with the policy of each.
+    """
+
+    def __init__(
+        self,
+        rules: RunRules,
+        rng: Random,
+        *,
+        trouble: float,
+        num_slots: int,
+        agents: dict[str, str],
+        num_queries: int = 17,
+    ) -> None:
+        self.rules = rules
+        self.rng = rng
+        self.trouble = trouble
+        self.num_slots = num_slots
+        self.agents = agents
+        self.order = DatasetOrder(num_queries, seed=1, shuffle=True)
+        self.store = Store()
+        self.now = 0.0
+        self.pending: list[Work] = []
+        self.timers: dict[str, float] = {}
+        self.running: set[str] = set()
+        self.sums: dict[str, Sum] = {}
+        self.active: int | None = None
+        self.ended: EndRun | None = None
+        self.steps = 0
+        self.core = RunCore(rules, self.order, self.store.stored())
+        self.take(self.core.handle((), now=self.now))
+
+    def run(self, max_steps: int = 20_000) -> EndRun:
+        while self.ended is None:
+            self.steps += 1
+            assert self.steps < max_steps, f"no end: {self.core.waits()}"
+            self.step()
+        return self.ended
+
+    def step(self) -> None:
+        self.now += self.rng.random() * 0.1
+        if self.rng.random() < self.trouble:
+            self.misfortune()
+            return
+        choices: list[str] = []
+        if self.pending:
+            choices += ["effect"] * 3
+        if self.running:
+            choices.append("sample")
+        due = [name for name, at in self.timers.items() if at <= self.now]
+        if due:
+            choices.append("timer")
+        if not choices:
+            assert self.timers, f"nothing can happen any more: {self.core.waits()}"
+            self.now = min(self.timers.values())
+            return
+        match self.rng.choice(choices):
+            case "effect":
+                effect = self.pending.pop(self.rng.randrange(len(self.pending)))
+                self.feed(EffectDone(effect, self.execute(effect)))
+            case "sample":
+                self.end_sample(self.rng.choice(sorted(self.running)))
+            case _:
+                self.timers.pop(due[0])
+                self.feed(TimerFired(due[0]))
+
+    def feed(self, event: Event) -> None:
+        self.take(self.core.handle([event], now=self.now))
+
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SetTimer):
+                self.timers[effect.name] = effect.at
+            elif isinstance(effect, EndRun):
+                self.ended = effect
+            else:
+                assert effect.waits
+                assert effect.reason
+                self.pending.append(effect)
+
+    def misfortune(self) -> None:
+        kind = self.rng.choice(["rank", "trainer", "rollout", "orchestrator"])
+        if kind == "rank":
+            on_policy = [e for e in self.pending if isinstance(e, Bind | Compute | Apply | Suspend)]
+            if on_policy:
+                effect = self.rng.choice(on_policy)
+                self.pending = [e for e in self.pending if e is not effect]
+                if self.rng.random() < 0.5:
+                    self.execute(effect)  # it took effect, the answer was lost
+                self.sums.pop(effect.policy, None)
+                self.feed(EffectFailed(effect, LOST))
+        elif kind == "trainer":
+            self.sums.clear()
+            self.feed(TrainerLost("t0", "another incarnation"))
+        elif kind == "rollout":
+            self.running.clear()
+            self.active = None
+            self.feed(RolloutLost("another incarnation"))
+        else:
+            for effect in self.pending:
+                if self.rng.random() < 0.5:
+                    self.execute(effect)
+            self.pending.clear()
+            self.timers.clear()
+            self.core = RunCore(self.rules, self.order, self.store.stored())
+            self.take(self.core.handle((), now=self.now))
+
+    def end_sample(self, name: str) -> None:
+        self.running.discard(name)
+        sample_id = SampleId.parse(name)
+        chance = self.rng.random()
+        status = SampleStatus.DONE
+        if chance < 0.08:
+            status = SampleStatus.FAILED
+        elif chance < 0.12 and sample_id.attempt < 2:
+            status = SampleStatus.SUPERSEDED
+        self.write_rows(name)
+        rewards = {agent: float(self.rng.randrange(3)) for agent in self.agents}
+        if self.rng.random() < 0.1:
+            rewards.popitem()
+        fact = SampleFact(
+            sample_id=sample_id,
+            status=status,
+            rewards=Rewards(team=1.0, agents=rewards) if status is SampleStatus.DONE else None,
+            failure=RunFailure(reason="WORKFLOW_RAISED", message="it raised")
+            if status is SampleStatus.FAILED
+            else None,
+        )
+        if name in self.store.samples:
+            return
+        self.store.samples[name] = fact
+        self.feed(SampleChanged(fact))
+
+    def write_rows(self, name: str) -> None:
+        if SampleId.parse(name).group.batch.batch in self.store.closed_batches:
+            return
+        for place, (agent, policy) in enumerate(self.agents.items()):
+            vertex_id = f"{name}/0:{place}"
+            self.store.rows[vertex_id] = Row(
+                vertex_id=vertex_id,
+                sample_id=name,
+                agent=agent,
+                policy=policy,
+                path=f"0:{place}",
+                num_response_tokens=3,
+                trainable=self.rules.training.policies[policy].trained,
+            )
+
+    def state_of(self, policy: str) -> StateFact:
+        return self.store.states.get(policy, StateFact(version=0))
+
+    def save(self, policy: str, held: Sum) -> StateFact:
+        old = self.state_of(policy)
+        if held.ledger or held.dropped:
+            batch = self.store.version or 0
+            assert old.version <= batch, "gradients are saved before the update only"
+            self.store.states[policy] = StateFact(
+                version=old.version,
+                ledger=frozenset(held.ledger),
+                dropped=frozenset(held.dropped),
+            )
+        return self.state_of(policy)
+
+    def execute(self, effect: Work) -> Result:
+        store = self.store
+        match effect:
+            case OpenRollout() | PrepareWeights():
+                return None
+            case OpenTrainer():
+                return TrainerOpened(tuple(f"slot{i}" for i in range(self.num_slots)))
+            case AdmitGroups(groups=groups):
+                for spec in groups:
+                    known = store.groups.setdefault(spec.group_id, spec)
+                    assert known == spec, "a group is admitted twice alike or not at all"
+                    store.status.setdefault(spec.group_id, GroupStatus.OPEN)
+            case StartSamples(samples=samples):
+                for sample_id in samples:
+                    assert self.active is None or sample_id.group.batch.batch == self.active
+                    if str(sample_id) not in store.samples:
+                        self.running.add(str(sample_id))
+            case CancelSamples(samples=samples):
+                for sample_id in samples:
+                    if str(sample_id) in self.running:
+                        self.running.discard(str(sample_id))
+                        if self.rng.random() < 0.5:
+                            self.write_rows(str(sample_id))  # late, after the group's end
+            case ReadRows(group_id=group_id):
+                prefix = group_id + "-"
+                return RowsRead(
+                    tuple(r for r in store.rows.values() if r.sample_id.startswith(prefix))
+                )
+            case CloseGroup():
+                self.close(effect)
+            case CloseSubgraphs(batch=batch):
+                store.closed_batches.add(batch)
+            case CreateMicroBatch():
+                known_record = store.records.setdefault(effect.micro_batch_id, effect)
+                assert known_record.rows == effect.rows, "a record is never another one"
+            case MarkRows(micro_batch_id=name, rows=rows):
+                for row in rows:
+                    assert store.marks.setdefault(row.vertex_id, name) == name, "marked twice"
+            case Bind(policy=policy, binding=number):
+                state = store.states.setdefault(policy, StateFact(version=0))
+                held = Sum(number)
+                if not state.applied or state.version <= (store.version or 0):
+                    held.ledger, held.dropped = set(state.ledger), set(state.dropped)
+                if state.applied:
+                    held = Sum(number)
+                self.sums[policy] = held
+                return StateSaved(state)
+            case Compute():
+                return self.compute(effect)
+            case SaveGradients() | Suspend():
+                held_now = self.sums.get(effect.policy)
+                if held_now is None:
+                    return StateSaved(self.state_of(effect.policy))
+                state = self.save(effect.policy, held_now)
+                if isinstance(effect, Suspend):
+                    self.sums.pop(effect.policy)
+                return StateSaved(state)
+            case Apply():
+                return self.apply(effect)
+            case VoidRows(rows=voided):
+                for item in voided:
+                    assert item.row.vertex_id not in self.consumed(), "void and consumed"
+                    store.void.setdefault(item.row.vertex_id, item.reason)
+            case CountVertices(batch=batch, consumed=consumed):
+                return Counted(
+                    tuple(
+                        row
+                        for row in store.rows.values()
+                        if row.trainable
+                        and store.batch_of(row.vertex_id) == batch
+                        and row.vertex_id not in store.void
+                        and store.marks.get(row.vertex_id) not in consumed
+                    )
+                )
+            case Commit():
+                if store.version == effect.version:
+                    return None  # repeated after a lost answer
+                assert store.version == effect.expected_version, "one compare-and-set write"
+                store.version = effect.version
+                store.cursor = effect.cursor
+            case ActivateVersion(version=version):
+                self.active = version
+        return None
+
+    def close(self, effect: CloseGroup) -> None:
+        store = self.store
+        if store.status[effect.group_id] is not GroupStatus.OPEN:
+            return
+        store.status[effect.group_id] = effect.status
+        for item in effect.released:
+            assert store.samples[item.row.sample_id].status is SampleStatus.DONE
+            store.released.add(item.row.vertex_id)
+        for voided in effect.voided:
+            store.void.setdefault(voided.row.vertex_id, voided.reason)
+        both = store.released & store.void.keys()
+        assert not {v for v in both if v.startswith(effect.group_id)}
+
+    def compute(self, effect: Compute) -> Result:
+        held = self.sums.get(effect.policy)
+        if held is None or held.binding != effect.binding:
+            return Computed()  # the core has heard of the loss and leaves the answer aside
+        assert effect.micro_batch_id in self.store.records, "the record comes first"
+        assert effect.micro_batch_id not in held.ledger, "a micro-batch is handed over once"
+        if self.rng.random() < 0.05:
+            held.dropped.add(effect.micro_batch_id)
+            return Computed(non_finite=True)
+        held.ledger.add(effect.micro_batch_id)
+        return Computed()
+
+    def apply(self, effect: Apply) -> Result:
+        state = self.state_of(effect.policy)
+        if state.applied and state.version == effect.batch + 1:
+            return StateSaved(state)
+        held = self.sums.get(effect.policy)
+        if held is None or held.binding != effect.binding:
+            return StateSaved(state)
+        assert effect.batch in self.store.closed_batches, "the subgraph is closed first"
+        assert set(effect.micro_batch_ids) == held.ledger, "the sum is what the records say"
+        new = StateFact(
+            version=effect.batch + 1,
+            ledger=frozenset(held.ledger),
+            dropped=frozenset(held.dropped),
+            applied=True,
+        )
+        self.store.states[effect.policy] = new
+        for name in held.ledger:
+            assert name not in self.store.applied, "applied twice"
+            self.store.applied[name] = effect.policy
+        held.ledger, held.dropped = set(), set()
+        return StateSaved(new)
+
+    def consumed(self) -> set[str]:
+        return {
+            row.vertex_id for name in self.store.applied for row in self.store.records[name].rows
+        }
+
+    def check(self) -> None:
+        """I5, I9 and the cursor, over all that is committed."""
+        store = self.store
+        version = store.version or 0
+        consumed = self.consumed()
+        assert not consumed & store.void.keys(), "consumed and void"
+        for vertex_id, row in store.rows.items():
+            if store.batch_of(vertex_id) >= version:
+                continue
+            if row.trainable:
+                assert (vertex_id in consumed) != (vertex_id in store.void), vertex_id
+            else:
+                assert vertex_id not in consumed
+        seen = [
+            spec.query_index
+            for name, spec in sorted(store.groups.items())
+            if SampleId.parse(f"{name}-s000a0").group.batch.batch < version
+        ]
+        expected, cursor = self.order.take(Cursor(), len(seen))
+        assert (tuple(seen), store.cursor) == (expected, cursor), "queries skipped or repeated"

@@ -1,0 +1,98 @@
+"""A run under chance keeps its invariants and ends (I5, I7, I9)."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from core.run_simulation import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmarl.core.advantages import AdvantageRule
+from flexmarl.core.batch import BatchRules
+from flexmarl.core.closure import ClosureRules
+from flexmarl.core.policy_training import PolicyRules
+from flexmarl.core.run import RunRules
+from flexmarl.core.states import RunStatus
+from flexmarl.core.training import TrainingRules
+
+AGENTS = {"splitter": "p1", "sorter": "p2", "merger": "p3", "judge": "frozen"}
+POLICIES = {
+    "p1": PolicyRules(micro_batch_rows=4),
+    "p2": PolicyRules(micro_batch_rows=3),
+    "p3": PolicyRules(micro_batch_rows=100),
+    "frozen": PolicyRules(trained=False),
+}
+
+
+def rules(**more: Any) -> RunRules:
+    closure = ClosureRules(
+        on_sample_failure=more.get("on_failure", "refill"),
+        filter_zero_variance=more.get("filter_flat", False),
+        replace_max=more.get("replace_max", 3),
+    )
+    return RunRules(
+        num_versions=more.get("versions", 3),
+        batch=BatchRules(
+            num_groups=more.get("groups", 3),
+            samples_per_group=more.get("samples", 3),
+            closure=closure,
+            advantage=AdvantageRule(scope=more.get("scope", "agent")),
+        ),
+        training=TrainingRules(
+            policies=POLICIES,
+            min_residence_s=more.get("residence", 0.0),
+            ledger_every_s=more.get("ledger", 0.5),
+        ),
+        trainers=("t0",),
+    )
+
+
+def test_a_quiet_run_finishes() -> None:
+    world = World(rules(), Random(1), trouble=0.0, num_slots=2, agents=AGENTS)
+    assert world.run().status is RunStatus.FINISHED
+    assert world.store.version == 3
+    world.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.01, 0.04]),
+    num_slots=st.integers(1, 4),
+    on_failure=st.sampled_from(["refill", "drop_sample", "drop_group"]),
+    filter_flat=st.booleans(),
+    scope=st.sampled_from(["group", "agent", "call_site"]),
+    residence=st.sampled_from([0.0, 0.3]),
+)
+def test_invariants_hold_in_any_order_of_events(
+    seed, trouble, num_slots, on_failure, filter_flat, scope, residence
+) -> None:
+    world = World(
+        rules(on_failure=on_failure, filter_flat=filter_flat, scope=scope, residence=residence),
+        Random(seed),
+        trouble=trouble,
+        num_slots=num_slots,
+        agents=AGENTS,
+    )
+    ended = world.run()
+    world.check()
+    if ended.status is RunStatus.FINISHED:
+        assert world.store.version == 3
+    else:
+        # Eight losses in a row, or a first group of failures alone: both are allowed to end it.
+        assert ended.failure is not None
+        assert ended.failure.reason in ("CHILD_DIED", "WORKFLOW_RAISED")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_chance_makes_the_same_run(seed: int) -> None:
+    worlds = [
+        World(rules(), Random(seed), trouble=0.02, num_slots=2, agents=AGENTS) for _ in range(2)
+    ]
+    ends = [world.run() for world in worlds]
+    assert ends[0] == ends[1]
+    assert worlds[0].store == worlds[1].store
+    assert worlds[0].steps == worlds[1].steps
