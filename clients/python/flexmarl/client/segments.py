@@ -1,0 +1,188 @@
+"""State segments on this node: map, fill, read.
+
+A segment is a file that the store made and gave the path of. Readers hold a lease while they map
+it; the store reuses its pages only afterwards, so views must not outlive the reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.buffers import Buffer, content_hash, spec_of
+
+_log = logging.getLogger(__name__)
+
+
+class MappedSegment:
+    """A mapped segment file: views by name. Close it when no view is in use.
+
+    Args:
+        path: File made by the store.
+        buffers: Layout.
+        writable: Views can be written; the file changes with them.
+    """
+
+    def __init__(
+        self, path: str | Path, buffers: Iterable[pb.NamedBuffer], *, writable: bool = False
+    ) -> None:
+        handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(handle, 0, access=access)
+        finally:
+            os.close(handle)
+        self._whole = memoryview(self._map)
+        self.buffers: Mapping[str, Buffer] = MappingProxyType(
+            {
+                b.name: Buffer(spec_of(b), self._whole[b.offset : b.offset + b.size_bytes])
+                for b in buffers
+            }
+        )
+
+    def content_hash(self) -> str:
+        """Hash of the content, see `flexmarl.client.buffers.content_hash`."""
+        return content_hash(self.buffers.values())
+
+    def close(self) -> bool:
+        """Unmap.
+
+        Returns:
+            False when a view is still in use; the mapping then lives on until that view is gone.
+        """
+        try:
+            for buffer in self.buffers.values():
+                buffer.data.release()
+            self._whole.release()
+            self._map.close()
+        except BufferError:
+            return False
+        return True
+
+
+def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
+    """Content hash of a segment file."""
+    mapped = MappedSegment(path, buffers)
+    try:
+        return mapped.content_hash()
+    finally:
+        mapped.close()
+
+
+class SegmentReader:
+    """A sealed segment under a lease; `async with` or `close` gives it back."""
+
+    def __init__(
+        self, view: pb.OpenSegmentResponse, give_back: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self.view = view
+        self._give_back = give_back
+        self._mapped = MappedSegment(view.path, view.buffers)
+
+    @property
+    def path(self) -> str:
+        """File, for processes that map it themselves under this lease."""
+        return self.view.path
+
+    @property
+    def object(self) -> common_pb2.ObjectRef:
+        """Reference to the segment."""
+        return self.view.object
+
+    @property
+    def buffers(self) -> Mapping[str, Buffer]:
+        """Read-only views by name; valid until `close`."""
+        return self._mapped.buffers
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """Facts given at Seal."""
+        return self.view.attributes
+
+    def content_hash(self) -> str:
+        """Hash of the content, computed now."""
+        return self._mapped.content_hash()
+
+    async def close(self) -> None:
+        """Unmap and give the lease back; kept while a view is in use, so its pages stay."""
+        if self._mapped.close():
+            await self._give_back(self.view.lease_id)
+        else:
+            _log.warning("segment %s is still in use: its lease is kept", self.view.object.key)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class SegmentWriter:
+    """An allocated segment that this process, or one of its node, fills; then `seal` it once.
+
+    As `async with` it is sealed at the end of the block, and left unsealed (the store sweeps it)
+    when the block raises.
+    """
+
+    def __init__(
+        self,
+        allocated: pb.AllocateSegmentResponse,
+        buffers: Sequence[pb.NamedBuffer],
+        seal: Callable[[Sequence[pb.NamedBuffer], str], Awaitable[common_pb2.ObjectRef]],
+    ) -> None:
+        self.path = allocated.path
+        self.tier = allocated.tier
+        self.reused = allocated.reused
+        self.layout = tuple(buffers)
+        self.object: common_pb2.ObjectRef | None = None
+        self._seal = seal
+        self._mapped = MappedSegment(allocated.path, buffers, writable=True)
+
+    @property
+    def buffers(self) -> Mapping[str, Buffer]:
+        """Writable views by name; valid until `seal`."""
+        return self._mapped.buffers
+
+    def content_hash(self) -> str:
+        """Hash of what is written so far; give it to `seal`."""
+        return self._mapped.content_hash()
+
+    async def seal(self, *, checksum: str = "") -> common_pb2.ObjectRef:
+        """Publish; without a checksum the store computes it beside.
+
+        Raises:
+            FlexMarlError: SEGMENT_NOT_FOUND when another process took the key over.
+        """
+        self._mapped.close()
+        self.object = await self._seal(self.layout, checksum)
+        return self.object
+
+    def abandon(self) -> None:
+        """Unmap without publishing."""
+        self._mapped.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abandon()
+        elif self.object is None:
+            await self.seal()

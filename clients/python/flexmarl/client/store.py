@@ -1,0 +1,589 @@
+"""The MEG Store's typed client.
+
+One method per RPC, with messages of the contract in and out. A request id is made once per logical
+call, and every call is repeated while the store is UNAVAILABLE, up to `patience_s`: callers survive
+a restart of the store without noticing. Watches resume at their cursor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2_grpc import MegStoreServiceStub
+from flexmarl.client.buffers import BufferSpec, lay_out
+from flexmarl.client.channel import Channel, connect
+from flexmarl.client.errors import FlexMarlError, UnavailableError
+from flexmarl.client.request import new_request_id
+from flexmarl.client.segments import SegmentReader, SegmentWriter
+from flexmarl.core.call_context import onward_timeout_s
+from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s
+
+CHUNK_BYTES = 1 << 20
+DEFAULT_DEADLINE_S = 30.0
+TRANSFER_DEADLINE_S = 600.0
+WATCH_SILENCE_S = 20.0
+"""A watch without any sign of life for this long is opened again."""
+
+_SERVICE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService"
+_RETRY = RetryPolicy(max_attempts=1 << 30, initial_s=0.02, max_s=0.5)
+
+
+class StoreClient:
+    """Client of one store shard.
+
+    Args:
+        channel: From `connect`, with `NO_RETRY`: repetition happens here, with patience.
+        patience_s: How long a call is repeated while the store is UNAVAILABLE.
+        owns_channel: Close the channel with the client.
+    """
+
+    def __init__(
+        self, channel: Channel, *, patience_s: float = 60.0, owns_channel: bool = False
+    ) -> None:
+        self.address = channel.address
+        self._channel = channel
+        self._stub: Any = MegStoreServiceStub(channel)
+        self._patience_s = patience_s
+        self._owns_channel = owns_channel
+        self._rng = random.Random()  # noqa: S311 - jitter
+
+    @classmethod
+    def connect(cls, address: str, *, patience_s: float = 60.0) -> Self:
+        """Client of the store at `host:port`; it connects on the first call."""
+        channel = connect(
+            address,
+            retry=NO_RETRY,
+            default_deadline_s=DEFAULT_DEADLINE_S,
+            deadlines_s={
+                f"{_SERVICE}/Watch": None,
+                f"{_SERVICE}/PutObject": TRANSFER_DEADLINE_S,
+                f"{_SERVICE}/GetObject": TRANSFER_DEADLINE_S,
+                f"{_SERVICE}/AllocateSegment": TRANSFER_DEADLINE_S,
+                f"{_SERVICE}/Commit": TRANSFER_DEADLINE_S,
+            },
+        )
+        return cls(channel, patience_s=patience_s, owns_channel=True)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._owns_channel:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def wait_ready(self, *, timeout_s: float = 30.0) -> None:
+        """Wait until the store answers.
+
+        Raises:
+            UnavailableError: After `timeout_s`.
+        """
+        await self._call("GetStats", pb.GetStatsRequest(), patience_s=timeout_s)
+
+    # Runs and terms
+
+    async def create_run(
+        self, run: graph_pb2.Run, *, request_id: str | None = None
+    ) -> graph_pb2.Run:
+        """Store a run; the same run again is answered."""
+        request = pb.CreateRunRequest(request_id=request_id or new_request_id(), run=run)
+        response: pb.CreateRunResponse = await self._call("CreateRun", request)
+        return response.run
+
+    async def get_run(self, run_id: str) -> graph_pb2.Run:
+        """The run, its configuration included."""
+        response: pb.GetRunResponse = await self._call("GetRun", pb.GetRunRequest(run_id=run_id))
+        return response.run
+
+    async def list_runs(self) -> list[graph_pb2.Run]:
+        """All runs, newest first, without their configuration."""
+        runs: list[graph_pb2.Run] = []
+        token = ""
+        while True:
+            request = pb.ListRunsRequest(page_token=token)
+            response: pb.ListRunsResponse = await self._call("ListRuns", request)
+            runs.extend(response.runs)
+            token = response.next_page_token
+            if not token:
+                return runs
+
+    async def update_run_status(
+        self,
+        run_id: str,
+        status: common_pb2.RunStatus.ValueType,
+        *,
+        term: int,
+        failure: common_pb2.Failure | None = None,
+    ) -> graph_pb2.Run:
+        """Move a run to a state."""
+        request = pb.UpdateRunStatusRequest(
+            request_id=new_request_id(), run_id=run_id, term=term, status=status, failure=failure
+        )
+        response: pb.UpdateRunStatusResponse = await self._call("UpdateRunStatus", request)
+        return response.run
+
+    async def acquire_term(self, run_id: str, scope: str, *, holder: str) -> int:
+        """Raise the term of a scope (`core.fencing`); older holders are refused from then on."""
+        request = pb.AcquireTermRequest(
+            request_id=new_request_id(), run_id=run_id, scope=scope, holder=holder
+        )
+        response: pb.AcquireTermResponse = await self._call("AcquireTerm", request)
+        return response.term
+
+    # Graph
+
+    async def write_graph(
+        self,
+        run_id: str,
+        *,
+        term: int,
+        groups: Iterable[graph_pb2.Group] = (),
+        samples: Iterable[graph_pb2.Sample] = (),
+        vertices: Iterable[graph_pb2.Vertex] = (),
+        request_id: str | None = None,
+    ) -> pb.WriteGraphResponse:
+        """Write groups, samples and ended vertices in one atomic write."""
+        request = pb.WriteGraphRequest(
+            request_id=request_id or new_request_id(),
+            run_id=run_id,
+            term=term,
+            groups=groups,
+            samples=samples,
+            vertices=vertices,
+        )
+        response: pb.WriteGraphResponse = await self._call("WriteGraph", request)
+        return response
+
+    async def close_groups(
+        self, run_id: str, closures: Iterable[pb.GroupClosure], *, term: int
+    ) -> None:
+        """End groups, release and void their rows, in one atomic write."""
+        request = pb.CloseGroupsRequest(
+            request_id=new_request_id(), run_id=run_id, term=term, closures=closures
+        )
+        await self._call("CloseGroups", request)
+
+    async def void_rows(self, run_id: str, rows: Iterable[pb.VoidedRow], *, term: int) -> None:
+        """Give rows a reason not to be trained on."""
+        request = pb.VoidRowsRequest(
+            request_id=new_request_id(), run_id=run_id, term=term, rows=rows
+        )
+        await self._call("VoidRows", request)
+
+    async def get_vertices(
+        self,
+        run_id: str,
+        rows: Iterable[common_pb2.VertexRef],
+        *,
+        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_FULL,
+    ) -> Sequence[graph_pb2.Vertex]:
+        """Rows by reference, in order."""
+        request = pb.GetVerticesRequest(run_id=run_id, rows=rows, view=view)
+        response: pb.GetVerticesResponse = await self._call("GetVertices", request)
+        return response.vertices
+
+    async def list_vertices(
+        self,
+        run_id: str,
+        chosen: pb.VertexFilter | None = None,
+        *,
+        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
+        page_size: int = 0,
+    ) -> AsyncIterator[graph_pb2.Vertex]:
+        """All vertices that match a filter, page by page, by agent and id."""
+        request = pb.ListVerticesRequest(
+            run_id=run_id, filter=chosen or pb.VertexFilter(), view=view, page_size=page_size
+        )
+        while True:
+            response: pb.ListVerticesResponse = await self._call("ListVertices", request)
+            for vertex in response.vertices:
+                yield vertex
+            if not response.next_page_token:
+                return
+            request.page_token = response.next_page_token
+
+    async def list_samples(
+        self, run_id: str, *, batch: int | None = None, group_id: str = ""
+    ) -> list[graph_pb2.Sample]:
+        """All samples of a batch or group, by id."""
+        samples: list[graph_pb2.Sample] = []
+        request = pb.ListSamplesRequest(run_id=run_id, batch=batch, group_id=group_id)
+        while True:
+            response: pb.ListSamplesResponse = await self._call("ListSamples", request)
+            samples.extend(response.samples)
+            if not response.next_page_token:
+                return samples
+            request.page_token = response.next_page_token
+
+    async def list_groups(self, run_id: str, *, batch: int | None = None) -> list[graph_pb2.Group]:
+        """All groups of a batch, by id."""
+        groups: list[graph_pb2.Group] = []
+        request = pb.ListGroupsRequest(run_id=run_id, batch=batch)
+        while True:
+            response: pb.ListGroupsResponse = await self._call("ListGroups", request)
+            groups.extend(response.groups)
+            if not response.next_page_token:
+                return groups
+            request.page_token = response.next_page_token
+
+    async def get_sample_graph(
+        self,
+        run_id: str,
+        sample_id: str,
+        *,
+        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
+    ) -> pb.GetSampleGraphResponse:
+        """A sample with its vertices in topological order."""
+        request = pb.GetSampleGraphRequest(run_id=run_id, sample_id=sample_id, view=view)
+        response: pb.GetSampleGraphResponse = await self._call("GetSampleGraph", request)
+        return response
+
+    async def count_vertices(
+        self, run_id: str, *, batch: int, batch_attempt: int, consumed: Iterable[str]
+    ) -> pb.CountVerticesResponse:
+        """The account of a batch: finished = consumed + void."""
+        request = pb.CountVerticesRequest(
+            run_id=run_id,
+            batch=batch,
+            batch_attempt=batch_attempt,
+            consumed_micro_batch_ids=consumed,
+        )
+        response: pb.CountVerticesResponse = await self._call("CountVertices", request)
+        return response
+
+    async def watch(
+        self,
+        run_id: str,
+        *,
+        after_cursor: int = 0,
+        kinds: Collection[pb.EventKind.ValueType] = (),
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """Events of a run after a cursor, without gap and without end.
+
+        Every response carries the cursor after it; one without events is a sign of life. A broken
+        or silent stream is opened again at the last cursor; after `patience_s` without a response
+        the error is raised. Waits for events; freed by the store, or by closing the iterator.
+        """
+        heard_at = time.monotonic()
+        failures = 0
+        while True:
+            request = pb.WatchRequest(run_id=run_id, after_cursor=after_cursor, kinds=kinds)
+            call = self._stub.Watch(request)
+            try:
+                while True:
+                    async with asyncio.timeout(WATCH_SILENCE_S):
+                        response = await call.read()
+                    if not isinstance(response, pb.WatchResponse):
+                        break  # end of stream: the store stops
+                    heard_at, failures = time.monotonic(), 0
+                    after_cursor = max(after_cursor, response.cursor)
+                    yield response
+                    heard_at = time.monotonic()
+            except (UnavailableError, TimeoutError):
+                if time.monotonic() - heard_at > self._patience_s:
+                    raise
+            finally:
+                call.cancel()
+            failures += 1
+            await self._back_off(failures)
+
+    # Training
+
+    async def close_subgraph(
+        self, run_id: str, subgraphs: Iterable[pb.ClosedSubgraph], *, term: int
+    ) -> None:
+        """Mark that no row of these (batch, policy) can come any more."""
+        request = pb.CloseSubgraphRequest(
+            request_id=new_request_id(), run_id=run_id, term=term, subgraphs=subgraphs
+        )
+        await self._call("CloseSubgraph", request)
+
+    async def create_micro_batch(self, run_id: str, micro_batch: graph_pb2.MicroBatch) -> None:
+        """Write a record; it owns its rows from then on."""
+        request = pb.CreateMicroBatchRequest(
+            request_id=new_request_id(), run_id=run_id, micro_batch=micro_batch
+        )
+        await self._call("CreateMicroBatch", request)
+
+    async def mark_rows(
+        self,
+        run_id: str,
+        micro_batch_id: str,
+        rows: Iterable[common_pb2.VertexRef],
+        *,
+        term: int,
+    ) -> None:
+        """Mark the rows of a record that live on this shard."""
+        request = pb.MarkRowsRequest(
+            request_id=new_request_id(),
+            run_id=run_id,
+            term=term,
+            micro_batch_id=micro_batch_id,
+            rows=rows,
+        )
+        await self._call("MarkRows", request)
+
+    async def list_micro_batches(
+        self, run_id: str, *, batch: int, policy: str = ""
+    ) -> Sequence[graph_pb2.MicroBatch]:
+        """Records of a batch in order of creation."""
+        request = pb.ListMicroBatchesRequest(run_id=run_id, batch=batch, policy=policy)
+        response: pb.ListMicroBatchesResponse = await self._call("ListMicroBatches", request)
+        return response.micro_batches
+
+    async def save_state(self, run_id: str, state: graph_pb2.StateRecord) -> None:
+        """Write a policy's state record."""
+        request = pb.SaveStateRequest(request_id=new_request_id(), run_id=run_id, state=state)
+        await self._call("SaveState", request)
+
+    async def get_state(
+        self, run_id: str, policy: str, *, version: int | None = None
+    ) -> graph_pb2.StateRecord | None:
+        """The record of a policy at a version, or its newest."""
+        request = pb.GetStateRequest(run_id=run_id, policy=policy, version=version)
+        response: pb.GetStateResponse = await self._call("GetState", request)
+        return response.state if response.HasField("state") else None
+
+    async def commit(
+        self, run_id: str, manifest: graph_pb2.Manifest, *, expected_version: int | None
+    ) -> None:
+        """Write the next manifest; None expects that there is no version yet.
+
+        Raises:
+            ConflictError: VERSION_MISMATCH, TERM_STALE.
+        """
+        request = pb.CommitRequest(
+            request_id=new_request_id(),
+            run_id=run_id,
+            expected_version=expected_version,
+            manifest=manifest,
+        )
+        await self._call("Commit", request)
+
+    async def get_manifest(
+        self, run_id: str, *, version: int | None = None
+    ) -> graph_pb2.Manifest | None:
+        """The manifest of a version, or the newest."""
+        request = pb.GetManifestRequest(run_id=run_id, version=version)
+        response: pb.GetManifestResponse = await self._call("GetManifest", request)
+        return response.manifest if response.HasField("manifest") else None
+
+    async def list_manifests(
+        self, run_id: str, *, from_version: int = 0
+    ) -> list[graph_pb2.Manifest]:
+        """Manifests from a version on, oldest first."""
+        manifests: list[graph_pb2.Manifest] = []
+        while True:
+            request = pb.ListManifestsRequest(run_id=run_id, from_version=from_version)
+            response: pb.ListManifestsResponse = await self._call("ListManifests", request)
+            manifests.extend(response.manifests)
+            if not response.manifests:
+                return manifests
+            from_version = response.manifests[-1].version + 1
+
+    # Objects
+
+    async def put_object(
+        self, source: bytes | Path, *, run_id: str = "", key: str = ""
+    ) -> common_pb2.ObjectRef:
+        """Store bytes or a file under a key, by default `sha256:<hex>` of the content.
+
+        Content that is there already is not sent again.
+        """
+        size_bytes, checksum = await asyncio.to_thread(_size_and_checksum, source)
+        known = await self.stat_object(key or checksum)
+        if known is not None and known.checksum == checksum:
+            return known
+        header = pb.PutObjectHeader(
+            request_id=new_request_id(),
+            run_id=run_id,
+            key=key,
+            size_bytes=size_bytes,
+            checksum=checksum,
+        )
+
+        async def once() -> pb.PutObjectResponse:
+            response: pb.PutObjectResponse = await self._stub.PutObject(_upload(header, source))
+            return response
+
+        return (await self._patiently(once)).object
+
+    async def stat_object(self, key: str) -> common_pb2.ObjectRef | None:
+        """Reference to an object; None when it is not there."""
+        request = pb.StatObjectRequest(key=key)
+        response: pb.StatObjectResponse = await self._call("StatObject", request)
+        return response.object if response.HasField("object") else None
+
+    async def get_object(self, key: str, *, offset: int = 0, length: int = 0) -> bytes:
+        """An object, or a range of it; length 0 means to the end."""
+
+        async def once() -> bytes:
+            request = pb.GetObjectRequest(key=key, offset=offset, length=length)
+            return b"".join([response.chunk async for response in self._stub.GetObject(request)])
+
+        return await self._patiently(once)
+
+    async def download_object(self, key: str, path: Path) -> common_pb2.ObjectRef:
+        """Write an object to a file, piece by piece; the file appears when it is whole."""
+        ref = await self.stat_object(key)
+        temporary = path.with_name(f".{path.name}.{new_request_id()[:8]}")
+        try:
+            with temporary.open("wb") as file:
+                size_bytes = 0 if ref is None else ref.size_bytes
+                for offset in range(0, size_bytes, 64 * CHUNK_BYTES):
+                    length = min(64 * CHUNK_BYTES, size_bytes - offset)
+                    file.write(await self.get_object(key, offset=offset, length=length))
+            if ref is None:  # raises the store's own error
+                await self.get_object(key)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        assert ref is not None
+        return ref
+
+    # Segments
+
+    async def allocate_segment(
+        self,
+        run_id: str,
+        key: str,
+        specs: Sequence[BufferSpec],
+        *,
+        tier: pb.SegmentTier.ValueType = pb.SEGMENT_TIER_MEMORY,
+        attributes: Mapping[str, str] | None = None,
+    ) -> SegmentWriter:
+        """Room for buffers, mapped for writing; seal it when it is filled.
+
+        Use as `async with await store.allocate_segment(...) as writer:`.
+        """
+        layout = lay_out(specs)
+        response: pb.AllocateSegmentResponse = await self._call(
+            "AllocateSegment",
+            pb.AllocateSegmentRequest(
+                request_id=new_request_id(),
+                run_id=run_id,
+                key=key,
+                size_bytes=layout.size_bytes,
+                tier=tier,
+            ),
+        )
+
+        async def seal(buffers: Sequence[pb.NamedBuffer], checksum: str) -> common_pb2.ObjectRef:
+            return await self.seal_segment(
+                run_id, key, buffers, checksum=checksum, attributes=attributes
+            )
+
+        return SegmentWriter(response, layout.buffers, seal)
+
+    async def seal_segment(
+        self,
+        run_id: str,
+        key: str,
+        buffers: Iterable[pb.NamedBuffer],
+        *,
+        checksum: str = "",
+        attributes: Mapping[str, str] | None = None,
+    ) -> common_pb2.ObjectRef:
+        """Publish a segment that somebody filled through its path."""
+        request = pb.SealSegmentRequest(
+            request_id=new_request_id(),
+            run_id=run_id,
+            key=key,
+            buffers=buffers,
+            checksum=checksum,
+            attributes=attributes,
+        )
+        response: pb.SealSegmentResponse = await self._call("SealSegment", request)
+        return response.object
+
+    async def open_segment(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
+        """A sealed segment, mapped for reading under a lease.
+
+        Use as `async with await store.open_segment(...) as reader:`.
+        """
+        request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
+        response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
+        return SegmentReader(response, self.close_segment)
+
+    async def close_segment(self, lease_id: str) -> None:
+        """Give a lease back."""
+        await self._call("CloseSegment", pb.CloseSegmentRequest(lease_id=lease_id))
+
+    async def get_stats(self) -> pb.GetStatsResponse:
+        """Sizes, queues and tiers of the store."""
+        response: pb.GetStatsResponse = await self._call("GetStats", pb.GetStatsRequest())
+        return response
+
+    async def _call(
+        self,
+        method: str,
+        request: Any,  # noqa: ANN401 - a message of the contract
+        *,
+        patience_s: float | None = None,
+    ) -> Any:  # noqa: ANN401 - a message of the contract
+        callable_ = getattr(self._stub, method)
+
+        async def once() -> Any:  # noqa: ANN401
+            return await callable_(request)
+
+        return await self._patiently(once, patience_s=patience_s)
+
+    async def _patiently(self, once: Any, *, patience_s: float | None = None) -> Any:  # noqa: ANN401
+        failed = 0
+        end: float | None = None
+        while True:
+            try:
+                return await once()
+            except UnavailableError as error:
+                failure: FlexMarlError = error
+            now = time.monotonic()
+            if end is None:
+                patience = self._patience_s if patience_s is None else patience_s
+                end = now + (onward_timeout_s(patience, now=now) or 0.0)
+            failed += 1
+            if now >= end:
+                raise failure
+            await self._back_off(failed)
+
+    async def _back_off(self, failed: int) -> None:
+        delay_s = next_delay_s(_RETRY, failed_attempts=min(failed, 32), left_s=None, rng=self._rng)
+        await asyncio.sleep(delay_s or 0.0)
+
+
+def _size_and_checksum(source: bytes | Path) -> tuple[int, str]:
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return file.tell(), f"sha256:{digest.hexdigest()}"
+    return len(source), f"sha256:{hashlib.sha256(source).hexdigest()}"
+
+
+async def _upload(
+    header: pb.PutObjectHeader, source: bytes | Path
+) -> AsyncIterator[pb.PutObjectRequest]:
+    yield pb.PutObjectRequest(header=header)
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield pb.PutObjectRequest(chunk=chunk)
+        return
+    for start in range(0, len(source), CHUNK_BYTES):
+        yield pb.PutObjectRequest(chunk=source[start : start + CHUNK_BYTES])

@@ -1,0 +1,83 @@
+"""Composition root of the MEG Store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from functools import partial
+
+from flexmarl.meg_store.config import MegStoreConfig
+from flexmarl.meg_store.rocks_backend import RocksBackend
+from flexmarl.meg_store.servicer import SERVICE, WATCH_METHOD, Servicer, add_to_server
+from flexmarl.meg_store.shard import Shard
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.metrics import GaugeSource
+from flexmarl.runtime.server import GrpcServer
+
+_log = get_logger(__name__)
+
+# The writer thread must get the interpreter soon after its flush: with Python's 5 ms a busy event
+# loop would add that much to every acknowledgement.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+async def serve(config: MegStoreConfig) -> None:
+    """Serve until a signal. Health is NOT_SERVING until the database is open.
+
+    Raises:
+        DomainError: STORE_LOCKED, PORT_IN_USE.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    servicer = Servicer()
+    server = GrpcServer(
+        config.server,
+        name="meg_store",
+        add_to_server=[partial(add_to_server, servicer)],
+        services=[SERVICE],
+        long_lived=[WATCH_METHOD],
+    )
+    await server.start()
+    try:
+        backend = await asyncio.to_thread(RocksBackend, config.store.data_dir / "db")
+    except BaseException:
+        await server.stop()
+        raise
+    background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
+    shard = Shard(backend, config.store, on_fatal=_die, start=background.start)
+    await shard.recover()
+    _add_gauges(server, shard)
+    servicer.open(shard)
+    if config.store.durability == "process":
+        _log.warning(
+            "durability_process",
+            meaning="acknowledged writes survive the death of every process, not of the host",
+        )
+
+    async def end_watches() -> None:
+        shard.database.events.close()
+
+    server.on_drain(end_watches)
+    server.set_ready(True)
+    try:
+        await server.serve_until_signal()
+    finally:
+        await server.stop()
+        await background.close()
+        await shard.close()
+
+
+def _add_gauges(server: GrpcServer, shard: Shard) -> None:
+    gauges = GaugeSource()
+    for name in shard.numbers():
+        gauges.add(f"store_{name}", f"{name} of the store", lambda name=name: shard.numbers()[name])
+    server.registry.register(gauges)
+
+
+def _die(error: BaseException) -> None:
+    # The rows of the failed group are visible already, but not durable: nothing may be served from
+    # here any more. The next start recovers to the last whole write.
+    _log.critical("write_failed", exc_info=error)
+    sys.stderr.flush()
+    os._exit(1)

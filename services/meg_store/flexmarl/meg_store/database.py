@@ -1,0 +1,271 @@
+"""State of the store as decisions see it: what is written, and what is on its way.
+
+All decisions run on the event loop. A `Draft` reads its own writes, then writes that are queued but
+not applied yet, then the backend; building a draft never awaits, so decisions are serialised by the
+loop itself. `commit` queues the draft for the writer thread and returns once it is acknowledged.
+Readers outside of drafts see the backend: acknowledged rows, always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.core import store_keys as keys
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.meg_store.backend import TABLES, Backend, Batch, Table
+from flexmarl.meg_store.event_log import EventLogs
+from flexmarl.meg_store.writer import Job, Writer
+
+_HASH_BYTES = 16
+_MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseConfig:
+    """Bounds of the database.
+
+    Attributes:
+        always_sync: Every write is synced (durability `fsync`), not only those that ask for it.
+        max_queued_bytes: Beyond this, mutations are refused with QUEUE_FULL.
+        max_events: Kept events per run.
+        max_requests: Kept request ids per run.
+    """
+
+    always_sync: bool = True
+    max_queued_bytes: int = 64 << 20
+    max_events: int = 1_000_000
+    max_requests: int = 100_000
+
+
+class Draft:
+    """One mutation under construction."""
+
+    __slots__ = ("_database", "after_ack", "at_commit", "batch", "events")
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.batch = Batch()
+        self.events: list[tuple[str, pb.Event]] = []
+        self.at_commit: list[Callable[[], None]] = []
+        """Changes of state in memory, applied when the draft can no longer fail."""
+        self.after_ack: list[Callable[[], None]] = []
+        """What must wait until the draft is durable."""
+
+    def get(self, table: Table, key: bytes) -> bytes | None:
+        """Value as it will be once everything queued is applied."""
+        own = self.batch.writes[table]
+        if key in own:
+            return own[key]
+        return self._database.staged(table, key)
+
+    def put(self, table: Table, key: bytes, value: bytes) -> None:
+        """Set a value."""
+        self.batch.put(table, key, value)
+
+    def delete(self, table: Table, key: bytes) -> None:
+        """Delete a key."""
+        self.batch.put(table, key, None)
+
+    def delete_range(self, table: Table, start: bytes, end: bytes) -> None:
+        """Delete start <= key < end; only for keys that no decision reads."""
+        self.batch.deleted_ranges.append((table, start, end))
+
+    def event(self, run_id: str, event: pb.Event) -> None:
+        """Log an event with this write."""
+        self.events.append((run_id, event))
+
+
+class Database:
+    """Backend, writer and pending writes; see the module's text.
+
+    Args:
+        backend: Open backend; closed by `close`.
+        config: Bounds.
+        on_fatal: Ends the process; called when a write failed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: DatabaseConfig,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.backend = backend
+        self.events = EventLogs(backend, max_events=config.max_events)
+        self._config = config
+        self._pending: list[dict[bytes, tuple[bytes | None, Batch]]] = [{} for _ in TABLES]
+        self._sequences: dict[str, int] = {}
+        self.queued_bytes = 0
+        self.writer = Writer(backend, loop=asyncio.get_running_loop(), on_fatal=on_fatal)
+        self.writer.start()
+
+    async def close(self) -> None:
+        """End watches, write what is queued, release the backend."""
+        self.events.close()
+        await asyncio.to_thread(self.writer.close)
+        await asyncio.sleep(0)  # the last acknowledgements
+        self.backend.close()
+
+    def get(self, table: Table, key: bytes) -> bytes | None:
+        """Applied value."""
+        return self.backend.get(table, key)
+
+    def scan(self, table: Table, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Applied pairs with a prefix."""
+        return self.backend.scan(table, prefix, keys.after(prefix))
+
+    def staged(self, table: Table, key: bytes) -> bytes | None:
+        """Value as it will be once everything queued is applied."""
+        pending = self._pending[table].get(key)
+        return self.backend.get(table, key) if pending is None else pending[0]
+
+    def begin(self) -> Draft:
+        """Start a mutation.
+
+        Raises:
+            DomainError: QUEUE_FULL.
+        """
+        if self.queued_bytes > self._config.max_queued_bytes:
+            raise DomainError(
+                ErrorReason.QUEUE_FULL,
+                f"{self.queued_bytes} bytes wait to be written",
+                {"queued_bytes": str(self.queued_bytes)},
+            )
+        return Draft(self)
+
+    async def commit(self, draft: Draft, *, sync: bool = False, lazy: bool = False) -> None:
+        """Write a draft and wait until it is as durable as asked.
+
+        Args:
+            draft: What to write.
+            sync: It must survive power loss, whatever is configured.
+            lazy: It need not: a later write that matters will sync it.
+        """
+        await self.enqueue(draft, sync=sync, lazy=lazy)
+
+    def enqueue(
+        self, draft: Draft, *, sync: bool = False, lazy: bool = False
+    ) -> asyncio.Future[None]:
+        """Queue a draft; the future ends with its acknowledgement. See `commit`."""
+        batch = draft.batch
+        staged = [
+            (log := self.events.of(run_id), log.stage(batch, event))
+            for run_id, event in draft.events
+        ]
+        for change in draft.at_commit:
+            change()
+        for table in TABLES:
+            pending = self._pending[table]
+            for key, value in batch.writes[table].items():
+                pending[key] = (value, batch)
+        size_bytes = batch.size_bytes
+        self.queued_bytes += size_bytes
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def acknowledge() -> None:
+            self.queued_bytes -= size_bytes
+            self._applied(batch)
+            for callback in draft.after_ack:
+                callback()
+            for log, event in staged:
+                log.publish(event)
+            if not done.done():
+                done.set_result(None)
+
+        def fail(error: BaseException) -> None:
+            if not done.done():
+                done.set_exception(
+                    DomainError(ErrorReason.UNAVAILABLE, "the store failed to write and stops")
+                )
+                done.exception()
+
+        needs_sync = sync or (self._config.always_sync and not lazy)
+        self.writer.submit(Job(batch, needs_sync, acknowledge, fail))
+        return done
+
+    async def mutate(
+        self,
+        run_id: str,
+        request_id: str,
+        payload: bytes,
+        build: Callable[[Draft], Message],
+        *,
+        sync: bool = False,
+    ) -> bytes:
+        """Run a mutation once per request id.
+
+        Args:
+            run_id: Scope of the request id.
+            request_id: Id of the logical call.
+            payload: The request as it came.
+            build: Decides and fills the draft; raises to refuse. It must not await.
+            sync: See `commit`.
+
+        Returns:
+            The serialised response, the same for a repeated call.
+
+        Raises:
+            DomainError: REQUEST_ID_REUSED, INVALID_ARGUMENT, or what `build` raises.
+        """
+        if not request_id or len(request_id) > _MAX_REQUEST_ID or "\0" in request_id:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
+            )
+        draft = self.begin()
+        digest = hashlib.sha256(payload).digest()[:_HASH_BYTES]
+        key = keys.join("id", run_id, request_id)
+        answered = draft.get(Table.REQUESTS, key)
+        if answered is not None:
+            response = _answer(answered, digest, request_id)
+            if key in self._pending[Table.REQUESTS]:
+                await self.commit(draft, sync=sync)  # queued behind the first call's write
+            return response
+        response = build(draft).SerializeToString()
+        self._remember(draft, run_id, request_id, digest + response)
+        await self.commit(draft, sync=sync)
+        return response
+
+    def _remember(self, draft: Draft, run_id: str, request_id: str, answer: bytes) -> None:
+        number = self._next_sequence(run_id)
+        draft.put(Table.REQUESTS, keys.join("id", run_id, request_id), answer)
+        draft.put(Table.REQUESTS, keys.numbered(number, "order", run_id), request_id.encode())
+        if number > self._config.max_requests:
+            old = keys.numbered(number - self._config.max_requests, "order", run_id)
+            old_id = draft.get(Table.REQUESTS, old)
+            if old_id is not None:
+                draft.delete(Table.REQUESTS, old)
+                draft.delete(Table.REQUESTS, keys.join("id", run_id, old_id.decode()))
+
+    def _next_sequence(self, run_id: str) -> int:
+        if run_id not in self._sequences:
+            prefix = keys.prefix("order", run_id)
+            end = keys.after(prefix)
+            last = next(self.backend.scan(Table.REQUESTS, prefix, end, reverse=True), None)
+            self._sequences[run_id] = 0 if last is None else keys.number_of(last[0])
+        self._sequences[run_id] += 1
+        return self._sequences[run_id]
+
+    def _applied(self, batch: Batch) -> None:
+        for table in TABLES:
+            pending = self._pending[table]
+            for key in batch.writes[table]:
+                if pending[key][1] is batch:
+                    del pending[key]
+
+
+def _answer(answered: bytes, digest: bytes, request_id: str) -> bytes:
+    if answered[:_HASH_BYTES] != digest:
+        raise DomainError(
+            ErrorReason.REQUEST_ID_REUSED,
+            f"request id {request_id!r} was used by another call",
+            {"request_id": request_id},
+        )
+    return answered[_HASH_BYTES:]

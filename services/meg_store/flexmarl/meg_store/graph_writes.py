@@ -1,0 +1,287 @@
+"""WriteGraph: groups, samples and ended vertices in one atomic write.
+
+Order within a call: groups are admitted, vertices are written, then samples change state; a vertex
+in the same call as the end of its sample is therefore in time. Edges are columns of the downstream
+vertex; there is no table of their own. Vertices write no events: the rows are found by their
+sample, whose end is an event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.enums import SAMPLE_STATUS
+from flexmarl.core import fencing, graph_rules
+from flexmarl.core import store_keys as keys
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.graph_rules import WriteOutcome
+from flexmarl.core.states import SAMPLE
+from flexmarl.meg_store import vertex_checks as checks
+from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.database import Draft
+from flexmarl.meg_store.objects import Objects
+from flexmarl.meg_store.rows import encode_meta
+from flexmarl.meg_store.runs import RunEntry, Runs
+
+_OUTCOMES = {
+    WriteOutcome.ACCEPTED: pb.WRITE_OUTCOME_ACCEPTED,
+    WriteOutcome.UNCHANGED: pb.WRITE_OUTCOME_UNCHANGED,
+    WriteOutcome.DUPLICATE: pb.WRITE_OUTCOME_DUPLICATE,
+}
+_OPEN = common_pb2.GROUP_STATUS_OPEN
+_RECENT_VERTICES = 65536
+
+
+class RecentVertices:
+    """Which vertices were accepted lately: answers most edges without asking the backend."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def add(self, run_id: str, vertex_id: str) -> None:
+        """Remember one, forget the oldest."""
+        self._ids[run_id, vertex_id] = None
+        if len(self._ids) > _RECENT_VERTICES:
+            self._ids.popitem(last=False)
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return key in self._ids
+
+
+class GraphWrites:
+    """Writes the graph of all runs."""
+
+    def __init__(self, runs: Runs, objects: Objects) -> None:
+        self._runs = runs
+        self._objects = objects
+        self._recent = RecentVertices()
+        self.num_late = 0
+
+    def write(self, draft: Draft, request: pb.WriteGraphRequest) -> pb.WriteGraphResponse:
+        """Decide over every row of a request.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, TERM_STALE, SUBGRAPH_CLOSED, NOT_FOUND for a group that was
+                not admitted, INVALID_ARGUMENT, REWARD_INVALID, MESSAGE_TOO_LARGE,
+                CONTENT_MISMATCH, OBJECT_NOT_FOUND.
+            ValueError: An id or a value is malformed.
+        """
+        entry = self._runs.require(request.run_id)
+        self._runs.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, request.term)
+        call = _Call(draft, entry, self._runs, self._objects, self._recent)
+        for group in request.groups:
+            call.admit(group)
+        vertices = [_OUTCOMES[call.write_vertex(vertex)] for vertex in request.vertices]
+        call.check_edges()
+        samples = [_OUTCOMES[call.write_sample(sample)] for sample in request.samples]
+        draft.at_commit.append(lambda: self._count_late(call.num_late))
+        return pb.WriteGraphResponse(vertex_outcomes=vertices, sample_outcomes=samples)
+
+    def _count_late(self, number: int) -> None:
+        self.num_late += number
+
+
+class _Call:
+    """One request; remembers what its rows have in common."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        entry: RunEntry,
+        runs: Runs,
+        objects: Objects,
+        recent: RecentVertices,
+    ) -> None:
+        self._draft = draft
+        self._entry = entry
+        self._run_id = entry.run_id
+        self._runs = runs
+        self._objects = objects
+        self._recent = recent
+        self._group_open: dict[str, bool] = {}
+        self._sample_over: dict[str, bool] = {}
+        self._closed: dict[tuple[int, int, str], bool] = {}
+        self._new_edges: dict[str, list[str]] = {}
+        self.num_late = 0
+
+    def admit(self, group: graph_pb2.Group) -> None:
+        """Admit a group, or accept the same one again."""
+        checks.check_group(group)
+        key = keys.join("group", self._run_id, group.group_id)
+        known = self._draft.get(Table.GRAPH, key)
+        if known is not None:
+            stored = graph_pb2.Group.FromString(known)
+            if _admission(stored) != _admission(group):
+                raise DomainError(
+                    ErrorReason.CONTENT_MISMATCH,
+                    f"group {group.group_id!r} was admitted with other content",
+                    {"group": group.group_id},
+                )
+            return
+        if group.status != _OPEN:
+            raise ValueError(f"group {group.group_id!r}: it is admitted as an open group")
+        value = group.SerializeToString()
+        checks.check_size(f"group {group.group_id!r}", len(value), checks.MAX_GROUP_BYTES)
+        self._draft.put(Table.GRAPH, key, value)
+        self._draft.event(self._run_id, group_event(group))
+
+    def write_vertex(self, vertex: graph_pb2.Vertex) -> WriteOutcome:
+        """Decide over one vertex."""
+        meta = vertex.meta
+        checks.check_meta(meta)
+        objects = (
+            checks.check_payload(vertex, self._entry.columns)
+            if (vertex.HasField("payload"))
+            else []
+        )
+        vertex_id = meta.vertex_id
+        key = keys.row(self._run_id, meta.agent, vertex_id)
+        columns = encode_meta(meta)
+        payload = vertex.payload.SerializeToString(deterministic=True)
+        checks.check_size(f"vertex {vertex_id!r}", len(columns), checks.MAX_META_BYTES)
+        checks.check_size(f"vertex {vertex_id!r}", len(payload), checks.MAX_PAYLOAD_BYTES)
+        known = self._draft.get(Table.ROWS, key)
+        same = known is not None and self._is_same(key, known, columns, payload)
+        outcome = graph_rules.decide_vertex(
+            vertex_id,
+            known=known is not None,
+            same=same,
+            late=not self._is_group_open(meta.group_id) or self._is_sample_over(meta.sample_id),
+            subgraph_closed=self._is_closed(meta),
+        )
+        if outcome is WriteOutcome.ACCEPTED:
+            self._accept(key, meta, columns, payload)
+            for object_key in objects:
+                self._objects.refer(self._draft, object_key)
+        elif outcome is WriteOutcome.DUPLICATE:
+            self._keep_late(vertex_id, vertex.SerializeToString(deterministic=True))
+        return outcome
+
+    def write_sample(self, sample: graph_pb2.Sample) -> WriteOutcome:
+        """Decide over one sample."""
+        checks.check_sample(sample)
+        key = keys.join("sample", self._run_id, sample.sample_id)
+        value = sample.SerializeToString(deterministic=True)
+        checks.check_size(f"sample {sample.sample_id!r}", len(value), checks.MAX_SAMPLE_BYTES)
+        known = self._draft.get(Table.GRAPH, key)
+        old = None if known is None else graph_pb2.Sample.FromString(known).status
+        outcome = graph_rules.decide_sample(
+            known=None if old is None else SAMPLE_STATUS.to_core(old),
+            new=SAMPLE_STATUS.to_core(sample.status),
+            same=value == known,
+            group_open=self._is_group_open(sample.group_id),
+        )
+        if outcome is WriteOutcome.ACCEPTED:
+            self._draft.put(Table.GRAPH, key, value)
+            if old != sample.status:
+                event = pb.Event(kind=pb.EVENT_KIND_SAMPLE, sample=sample)
+                self._draft.event(self._run_id, event)
+        elif outcome is WriteOutcome.DUPLICATE:
+            self._keep_late(sample.sample_id, value)
+        return outcome
+
+    def check_edges(self) -> None:
+        """Check the edges into the accepted vertices."""
+        graph_rules.check_edges(self._new_edges, is_stored=self._is_stored)
+
+    def _accept(
+        self, key: bytes, meta: graph_pb2.VertexMeta, columns: bytes, payload: bytes
+    ) -> None:
+        draft, run_id, vertex_id = self._draft, self._run_id, meta.vertex_id
+        draft.put(Table.ROWS, key, columns)
+        draft.put(Table.PAYLOADS, key, payload)
+        self._runs.note_agent(draft, self._entry, meta.agent)
+        self._new_edges[vertex_id] = list(meta.upstream_vertex_ids)
+        draft.at_commit.append(_remember(self._recent, run_id, vertex_id))
+
+    def _keep_late(self, row_id: str, value: bytes) -> None:
+        # The same late result again takes the same key, so repetition does not fill the table.
+        digest = hashlib.sha256(value).digest()[:8]
+        self._draft.put(Table.LATE, keys.prefix(self._run_id, row_id) + digest, value)
+        self.num_late += 1
+
+    def _is_same(self, key: bytes, known: bytes, columns: bytes, payload: bytes) -> bool:
+        if known != columns:
+            stored = graph_pb2.VertexMeta.FromString(known)
+            for name in ("reward", "advantage", "void_reason", "micro_batch_id"):
+                stored.ClearField(name)  # type: ignore[arg-type] # what training added since
+            if encode_meta(stored) != columns:
+                return False
+        return self._draft.get(Table.PAYLOADS, key) == payload
+
+    def _is_group_open(self, group_id: str) -> bool:
+        known = self._group_open.get(group_id)
+        if known is None:
+            value = self._draft.get(Table.GRAPH, keys.join("group", self._run_id, group_id))
+            if value is None:
+                raise DomainError(
+                    ErrorReason.NOT_FOUND,
+                    f"group {group_id!r} was not admitted to run {self._run_id!r}",
+                    {"group": group_id},
+                )
+            known = graph_pb2.Group.FromString(value).status == _OPEN
+            self._group_open[group_id] = known
+        return known
+
+    def _is_sample_over(self, sample_id: str) -> bool:
+        known = self._sample_over.get(sample_id)
+        if known is None:
+            value = self._draft.get(Table.GRAPH, keys.join("sample", self._run_id, sample_id))
+            known = value is not None and SAMPLE.is_terminal(
+                SAMPLE_STATUS.to_core(graph_pb2.Sample.FromString(value).status)
+            )
+            self._sample_over[sample_id] = known
+        return known
+
+    def _is_closed(self, meta: graph_pb2.VertexMeta) -> bool:
+        scope = (meta.batch, meta.batch_attempt, meta.policy)
+        known = self._closed.get(scope)
+        if known is None:
+            key = closed_key(self._run_id, *scope)
+            known = bool(meta.policy) and self._draft.get(Table.META, key) is not None
+            self._closed[scope] = known
+        return known
+
+    def _is_stored(self, vertex_id: str) -> bool:
+        if (self._run_id, vertex_id) in self._recent:
+            return True
+        return any(
+            self._draft.get(Table.ROWS, keys.row(self._run_id, agent, vertex_id)) is not None
+            for agent in sorted(self._entry.agents)
+        )
+
+
+def closed_key(run_id: str, batch: int, batch_attempt: int, policy: str) -> bytes:
+    """Key of the mark that a subgraph is closed."""
+    return keys.join("closed", run_id, str(batch), str(batch_attempt), policy)
+
+
+def group_event(group: graph_pb2.Group) -> pb.Event:
+    """Event of a group's new state, without its query."""
+    event = pb.Event(kind=pb.EVENT_KIND_GROUP, group=group)
+    event.group.ClearField("query_json")
+    return event
+
+
+def _admission(group: graph_pb2.Group) -> bytes:
+    kept = graph_pb2.Group()
+    kept.CopyFrom(group)
+    for name in (
+        "status",
+        "drop_reason",
+        "min_version",
+        "max_version",
+        "opened_unix_ns",
+        "closed_unix_ns",
+    ):
+        kept.ClearField(name)  # type: ignore[arg-type] # what changes after admission
+    return kept.SerializeToString(deterministic=True)
+
+
+def _remember(recent: RecentVertices, run_id: str, vertex_id: str) -> Callable[[], None]:
+    return lambda: recent.add(run_id, vertex_id)

@@ -1,0 +1,162 @@
+"""The files behind segments: two folders, a pool of touched pages, a bound on the memory tier.
+
+File names are hashes and numbers, never text that came over the wire. Fresh pages are reserved when
+a file is made, so a full tmpfs is an error here and not a SIGBUS in whoever fills the segment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.core.errors import DomainError, ErrorReason
+
+MEMORY = pb.SEGMENT_TIER_MEMORY
+DISK = pb.SEGMENT_TIER_DISK
+_REUSE_SLACK = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """One file of a segment."""
+
+    path: Path
+    tier: pb.SegmentTier.ValueType
+    size_bytes: int
+    reused: bool = False
+
+
+class SegmentFiles:
+    """Makes, reuses and removes files.
+
+    Args:
+        memory_dir: Folder in tmpfs.
+        disk_dir: Folder on disk.
+        memory_bytes: Bound of the memory tier, its pool included.
+        pool_bytes: Bound of the pool.
+    """
+
+    def __init__(
+        self, *, memory_dir: Path, disk_dir: Path, memory_bytes: int, pool_bytes: int
+    ) -> None:
+        self._dirs = {MEMORY: memory_dir, DISK: disk_dir}
+        self._memory_bytes = memory_bytes
+        self._pool_max_bytes = pool_bytes
+        self._pool: list[SegmentFile] = []
+        self.used_bytes = {MEMORY: 0, DISK: 0}
+        self.pool_bytes = 0
+        for folder in self._dirs.values():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def adopt(self, known: Collection[Path]) -> None:
+        """At start: count the files that records name, remove all others."""
+        for tier, folder in self._dirs.items():
+            for path in sorted(folder.glob("*.seg")):
+                if path in known:
+                    self.used_bytes[tier] += path.stat().st_size
+                else:
+                    path.unlink(missing_ok=True)
+
+    async def make(self, key: str, size_bytes: int, tier: pb.SegmentTier.ValueType) -> SegmentFile:
+        """A file of exactly this size; memory falls to disk when the memory tier is full.
+
+        Raises:
+            DomainError: DISK_FULL.
+        """
+        if tier != DISK:
+            pooled = self._take(key, size_bytes)
+            if pooled is not None:
+                return pooled
+            file = await self._make_fresh(key, size_bytes, MEMORY)
+            if file is not None:
+                return file
+        file = await self._make_fresh(key, size_bytes, DISK)
+        if file is None:
+            raise DomainError(
+                ErrorReason.DISK_FULL,
+                f"no room for a segment of {size_bytes} bytes on disk",
+                {"size_bytes": str(size_bytes)},
+            )
+        return file
+
+    def free(self, file: SegmentFile, *, reusable: bool) -> None:
+        """Give a file up.
+
+        Args:
+            file: The file.
+            reusable: Nobody can still have it mapped.
+        """
+        self.used_bytes[file.tier] -= file.size_bytes
+        pools = reusable and file.tier == MEMORY and file.size_bytes <= self._pool_max_bytes
+        if not pools or not file.path.exists():
+            file.path.unlink(missing_ok=True)
+            return
+        while self.pool_bytes + file.size_bytes > self._pool_max_bytes:
+            self._drop_oldest()
+        self._pool.append(file)
+        self.pool_bytes += file.size_bytes
+
+    def _take(self, key: str, size_bytes: int) -> SegmentFile | None:
+        fits = [
+            file
+            for file in self._pool
+            if size_bytes <= file.size_bytes <= size_bytes * _REUSE_SLACK
+        ]
+        if not fits:
+            return None
+        file = min(fits, key=lambda f: f.size_bytes)
+        self._pool.remove(file)
+        self.pool_bytes -= file.size_bytes
+        path = self._name(key, MEMORY)
+        file.path.rename(path)
+        os.truncate(path, size_bytes)
+        self.used_bytes[MEMORY] += size_bytes
+        return SegmentFile(path, MEMORY, size_bytes, reused=True)
+
+    async def _make_fresh(
+        self, key: str, size_bytes: int, tier: pb.SegmentTier.ValueType
+    ) -> SegmentFile | None:
+        if tier == MEMORY:
+            while self._pool and self._is_over(size_bytes):
+                self._drop_oldest()
+            if self._is_over(size_bytes):
+                return None
+        path = self._name(key, tier)
+        self.used_bytes[tier] += size_bytes
+        try:
+            await asyncio.to_thread(_reserve, path, size_bytes)
+        except OSError as error:
+            self.used_bytes[tier] -= size_bytes
+            path.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            return None
+        return SegmentFile(path, tier, size_bytes)
+
+    def _is_over(self, more_bytes: int) -> bool:
+        return self.used_bytes[MEMORY] + self.pool_bytes + more_bytes > self._memory_bytes
+
+    def _drop_oldest(self) -> None:
+        file = self._pool.pop(0)
+        self.pool_bytes -= file.size_bytes
+        file.path.unlink(missing_ok=True)
+
+    def _name(self, key: str, tier: pb.SegmentTier.ValueType) -> Path:
+        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+        return self._dirs[tier] / f"{digest}-{uuid.uuid4().hex[:8]}.seg"
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if size_bytes:
+            os.posix_fallocate(handle, 0, size_bytes)
+    finally:
+        os.close(handle)

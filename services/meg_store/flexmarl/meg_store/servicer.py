@@ -1,0 +1,355 @@
+"""MegStoreService: parse, call a room, convert.
+
+Handlers get the request as it came (`Call`: message and bytes, for the hash behind a request id)
+and may answer with serialised bytes, so that stored rows pass through without being parsed.
+"""
+
+# ruff: noqa: N802 - handlers are named as in the contract
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.core.errors import DomainError, ErrorReason, not_built
+from flexmarl.meg_store import wire
+from flexmarl.meg_store.database import Draft
+from flexmarl.meg_store.shard import Shard
+
+SERVICE = "flexmarl.api.meg_store.v1alpha1.MegStoreService"
+WATCH_METHOD = f"/{SERVICE}/Watch"
+_MAX_LIST_MANIFESTS = 1000
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request as it came."""
+
+    message: Any
+    payload: bytes
+
+
+class Servicer:
+    """The methods of the service; NOT_READY until a shard is open."""
+
+    def __init__(self) -> None:
+        self._shard: Shard | None = None
+
+    def open(self, shard: Shard) -> None:
+        """Serve from a shard."""
+        self._shard = shard
+
+    @property
+    def shard(self) -> Shard:
+        """The open shard.
+
+        Raises:
+            DomainError: NOT_READY.
+        """
+        if self._shard is None:
+            raise DomainError(ErrorReason.NOT_READY, "the store is still opening")
+        return self._shard
+
+    # Runs and terms
+
+    async def CreateRun(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.runs.create, run_id=call.message.run.run_id)
+
+    async def GetRun(self, call: Call, _: Context) -> pb.GetRunResponse:
+        """See the contract."""
+        return pb.GetRunResponse(run=self.shard.runs.read(call.message.run_id))
+
+    async def ListRuns(self, call: Call, _: Context) -> pb.ListRunsResponse:
+        """See the contract."""
+        ids = self.shard.runs.ids()
+        start = ids.index(call.message.page_token) + 1 if call.message.page_token else 0
+        page = ids[start : start + (call.message.page_size or 100)]
+        more = start + len(page) < len(ids)
+        return pb.ListRunsResponse(
+            runs=[self.shard.runs.describe(run_id) for run_id in page],
+            next_page_token=page[-1] if more and page else "",
+        )
+
+    async def UpdateRunStatus(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.runs.update_status)
+
+    async def DeleteRun(self, _call: Call, _: Context) -> pb.DeleteRunResponse:
+        """Not built."""
+        raise not_built("DeleteRun")
+
+    async def AcquireTerm(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.runs.acquire_term, sync=True)
+
+    # Graph
+
+    async def WriteGraph(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.graph.write)
+
+    async def CloseGroups(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.closures.close_groups)
+
+    async def VoidRows(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.closures.void_rows)
+
+    async def CloseSubgraph(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.closures.close_subgraph)
+
+    async def GetVertices(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return self.shard.queries.get_vertices(call.message)
+
+    async def ListVertices(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self.shard.queries.list_vertices(call.message)
+
+    async def ListSamples(self, call: Call, _: Context) -> pb.ListSamplesResponse:
+        """See the contract."""
+        return await self.shard.queries.list_samples(call.message)
+
+    async def ListGroups(self, call: Call, _: Context) -> pb.ListGroupsResponse:
+        """See the contract."""
+        return await self.shard.queries.list_groups(call.message)
+
+    async def GetSampleGraph(self, call: Call, _: Context) -> pb.GetSampleGraphResponse:
+        """See the contract."""
+        return await self.shard.queries.sample_graph(call.message)
+
+    async def CountVertices(self, call: Call, _: Context) -> pb.CountVerticesResponse:
+        """See the contract."""
+        return await self.shard.queries.count_vertices(call.message)
+
+    async def Watch(self, call: Call, _: Context) -> AsyncIterator[bytes]:
+        """See the contract; ends with DRAINING when the store stops."""
+        shard, request = self.shard, call.message
+        shard.runs.require(request.run_id)
+        kinds = frozenset(request.kinds)
+        if pb.EVENT_KIND_VERTEX in kinds:
+            raise not_built("watching single vertices (watch their samples)")
+        log = shard.database.events.of(request.run_id)
+        log.check_cursor(request.after_cursor)
+        cursor = told = request.after_cursor
+        told_at = time.monotonic()
+        sign_of_life_s = shard.config.sign_of_life_s
+        while not shard.database.events.closed:
+            log.check_cursor(cursor)
+            page = log.read(cursor, kinds)
+            cursor = page.cursor
+            silent_s = time.monotonic() - told_at
+            if page.events or silent_s >= sign_of_life_s:
+                yield wire.watch_response(page.events, cursor)
+                told, told_at = cursor, time.monotonic()
+            elif log.published <= cursor:
+                await log.wait(cursor, timeout_s=sign_of_life_s - silent_s)
+        if cursor != told:
+            yield wire.watch_response((), cursor)
+        raise DomainError(ErrorReason.DRAINING, "the store stops; resume at the cursor")
+
+    # Training
+
+    async def CreateMicroBatch(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.micro_batches.create, sync=True)
+
+    async def MarkRows(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.micro_batches.mark)
+
+    async def ListMicroBatches(self, call: Call, _: Context) -> pb.ListMicroBatchesResponse:
+        """See the contract."""
+        records = list(self.shard.micro_batches.list(call.message))
+        return pb.ListMicroBatchesResponse(micro_batches=records)
+
+    async def SaveState(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.training.save_state, sync=True)
+
+    async def GetState(self, call: Call, _: Context) -> pb.GetStateResponse:
+        """See the contract."""
+        return pb.GetStateResponse(state=self.shard.training.state(call.message))
+
+    async def Commit(self, call: Call, _: Context) -> bytes:
+        """See the contract; waits for checksums that are still being computed."""
+        for key in self.shard.training.unfinished_checksums(call.message.manifest):
+            await self.shard.wait_checksum(key)
+        return await self._mutate(call, self.shard.training.commit, sync=True)
+
+    async def GetManifest(self, call: Call, _: Context) -> pb.GetManifestResponse:
+        """See the contract."""
+        return pb.GetManifestResponse(manifest=self.shard.training.manifest(call.message))
+
+    async def ListManifests(self, call: Call, _: Context) -> pb.ListManifestsResponse:
+        """See the contract."""
+        request = call.message
+        found = self.shard.training.manifests(
+            request.run_id,
+            start=request.from_version,
+            limit=min(request.page_size or _MAX_LIST_MANIFESTS, _MAX_LIST_MANIFESTS),
+        )
+        return pb.ListManifestsResponse(manifests=list(found))
+
+    # Objects
+
+    async def PutObject(self, calls: AsyncIterator[Call], _: Context) -> pb.PutObjectResponse:
+        """See the contract. The content names the call: repeating it is harmless by itself."""
+        first = await anext(aiter(calls), None)
+        if first is None or not first.message.HasField("header"):
+            raise DomainError(ErrorReason.INVALID_ARGUMENT, "an upload starts with its header")
+        header: pb.PutObjectHeader = first.message.header
+
+        async def chunks() -> AsyncIterator[bytes]:
+            async for call in calls:
+                yield call.message.chunk
+
+        return pb.PutObjectResponse(object=await self.shard.objects.put(header, chunks()))
+
+    async def GetObject(self, call: Call, _: Context) -> AsyncIterator[pb.GetObjectResponse]:
+        """See the contract."""
+        request = call.message
+        record = self.shard.objects.require(request.key)
+        yield pb.GetObjectResponse(object=record.ref)
+        pieces = self.shard.objects.read(request.key, offset=request.offset, length=request.length)
+        async for piece in pieces:
+            yield pb.GetObjectResponse(chunk=piece)
+
+    async def StatObject(self, call: Call, _: Context) -> pb.StatObjectResponse:
+        """See the contract."""
+        record = self.shard.objects.find(call.message.key)
+        if record is None:
+            return pb.StatObjectResponse()
+        return pb.StatObjectResponse(object=record.ref, reference_count=record.reference_count)
+
+    # Segments
+
+    async def AllocateSegment(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        segments = self.shard.segments
+        file = await segments.make_file(call.message)
+        recorded = False
+
+        def build(draft: Draft, request: pb.AllocateSegmentRequest) -> pb.AllocateSegmentResponse:
+            nonlocal recorded
+            response = segments.allocate(draft, request, file)
+            recorded = True
+            return response
+
+        try:
+            return await self._mutate(call, build)
+        finally:
+            if not recorded:  # refused, or a repeated call that has its file
+                segments.discard(file)
+
+    async def SealSegment(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.segments.seal)
+
+    async def OpenSegment(self, call: Call, _: Context) -> pb.OpenSegmentResponse:
+        """See the contract."""
+        return self.shard.segments.open(call.message, now=time.monotonic())
+
+    async def CloseSegment(self, call: Call, _: Context) -> pb.CloseSegmentResponse:
+        """See the contract."""
+        self.shard.segments.close(call.message.lease_id)
+        return pb.CloseSegmentResponse()
+
+    async def GetStats(self, _call: Call, _: Context) -> pb.GetStatsResponse:
+        """See the contract."""
+        config = self.shard.config
+        return pb.GetStatsResponse(
+            shard=config.shard, numbers=self.shard.numbers(), durability=config.durability
+        )
+
+    async def _mutate(
+        self,
+        call: Call,
+        build: Callable[[Draft, Any], Message],
+        *,
+        run_id: str | None = None,
+        sync: bool = False,
+    ) -> bytes:
+        request = call.message
+        return await self.shard.database.mutate(
+            request.run_id if run_id is None else run_id,
+            request.request_id,
+            call.payload,
+            lambda draft: build(draft, request),
+            sync=sync,
+        )
+
+
+def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
+    """Register the servicer with codecs that keep the request's bytes and pass bytes through."""
+    service = pb.DESCRIPTOR.services_by_name["MegStoreService"]
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+    }
+    handlers = {
+        method.name: make[method.client_streaming, method.server_streaming](
+            _checked(getattr(servicer, method.name), streams=method.server_streaming),
+            request_deserializer=_reader(GetMessageClass(method.input_type)),
+            response_serializer=_write,
+        )
+        for method in service.methods
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _checked(handler: Any, *, streams: bool) -> Any:  # noqa: ANN401 - handlers of all shapes
+    """Turns refused values (ValueError) and malformed bytes into INVALID_ARGUMENT."""
+
+    async def unary(call: Any, context: Context) -> Any:  # noqa: ANN401
+        try:
+            _refuse_malformed(call)
+            return await handler(call, context)
+        except ValueError as error:
+            raise DomainError(ErrorReason.INVALID_ARGUMENT, str(error)) from None
+
+    async def stream(call: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
+        _refuse_malformed(call)
+        try:
+            async for response in handler(call, context):
+                yield response
+        except ValueError as error:
+            raise DomainError(ErrorReason.INVALID_ARGUMENT, str(error)) from None
+
+    return stream if streams else unary
+
+
+def _refuse_malformed(call: Any) -> None:  # noqa: ANN401 - a Call, or a stream of them
+    if isinstance(call, Call) and call.message is None:
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT, "the request is not a valid message: is all text UTF-8?"
+        )
+
+
+def _reader(message: type[M]) -> Callable[[bytes], Call]:
+    def read(payload: bytes) -> Call:
+        try:
+            return Call(message.FromString(payload), payload)
+        except DecodeError:
+            # gRPC would answer INTERNAL for an exception here.
+            return Call(None, payload)
+
+    return read
+
+
+def _write(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()

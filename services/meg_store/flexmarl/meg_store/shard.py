@@ -1,0 +1,128 @@
+"""One open shard: every table of the store over one database."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from flexmarl.meg_store.backend import Backend
+from flexmarl.meg_store.claims import Claims
+from flexmarl.meg_store.closures import Closures
+from flexmarl.meg_store.config import StoreConfig
+from flexmarl.meg_store.database import Database, DatabaseConfig
+from flexmarl.meg_store.graph_writes import GraphWrites
+from flexmarl.meg_store.micro_batches import MicroBatches
+from flexmarl.meg_store.objects import Objects
+from flexmarl.meg_store.queries import Queries
+from flexmarl.meg_store.runs import Runs
+from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFiles
+from flexmarl.meg_store.segments import Segments
+from flexmarl.meg_store.training import Training
+
+
+class Shard:
+    """Composition of the rooms of an open store; built on the event loop that it serves.
+
+    Args:
+        backend: Open backend.
+        config: Bounds and folders.
+        on_fatal: Ends the process after a failed write.
+        start: Runs a background task under a name.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: StoreConfig,
+        *,
+        on_fatal: Callable[[BaseException], None],
+        start: Callable[[str, Awaitable[None]], object],
+    ) -> None:
+        self.config = config
+        self.database = Database(
+            backend,
+            config=DatabaseConfig(
+                always_sync=config.durability == "fsync",
+                max_queued_bytes=config.max_queued_bytes,
+                max_events=config.max_events,
+                max_requests=config.max_requests,
+            ),
+            on_fatal=on_fatal,
+        )
+        self._start = start
+        self._checksums: dict[str, asyncio.Event] = {}
+        self.objects = Objects(self.database, shard=config.shard)
+        self.runs = Runs(self.database, self.objects, shard=config.shard)
+        self.claims = Claims(self.database)
+        self.graph = GraphWrites(self.runs, self.objects)
+        self.closures = Closures(self.runs, self.claims, shard=config.shard)
+        self.micro_batches = MicroBatches(self.database, self.runs, shard=config.shard)
+        self.queries = Queries(self.database, self.runs, self.claims, shard=config.shard)
+        self.files = SegmentFiles(
+            memory_dir=config.memory_dir,
+            disk_dir=config.data_dir / "segments",
+            memory_bytes=config.memory_tier_bytes,
+            pool_bytes=config.reuse_pool_bytes,
+        )
+        self.segments = Segments(
+            self.database,
+            self.runs,
+            self.files,
+            shard=config.shard,
+            background=self._start_checksum,
+        )
+        self.training = Training(
+            self.database, self.runs, self.segments, retain_versions=config.retain_versions
+        )
+
+    async def recover(self) -> None:
+        """Finish what a former process life left: dead uploads, checksums."""
+        await self.objects.sweep_uploads()
+        for key in self.segments.without_checksum():
+            self._start_checksum(key)
+        self._start("store sweeper", self._sweep())
+
+    async def close(self) -> None:
+        """Write what is queued and release the database."""
+        await self.database.close()
+
+    async def wait_checksum(self, key: str) -> None:
+        """Wait for a checksum that is being computed; freed by its task, bounded by the caller."""
+        done = self._checksums.get(key)
+        if done is not None:
+            await done.wait()
+
+    def numbers(self) -> dict[str, float]:
+        """Sizes, for GetStats and metrics."""
+        return {
+            "runs": len(self.runs),
+            "queued_bytes": self.database.queued_bytes,
+            "write_groups": self.database.writer.num_groups,
+            "syncs": self.database.writer.num_syncs,
+            "late_results": self.graph.num_late,
+            "segments": len(self.segments),
+            "leases": self.segments.num_leases,
+            "memory_tier_bytes": self.files.used_bytes[MEMORY],
+            "disk_tier_bytes": self.files.used_bytes[DISK],
+            "pool_bytes": self.files.pool_bytes,
+        }
+
+    def _start_checksum(self, key: str) -> None:
+        self._checksums[key] = asyncio.Event()
+        self._start(f"checksum of {key}", self._checksum(key))
+
+    async def _checksum(self, key: str) -> None:
+        try:
+            await self.segments.compute_checksum(key)
+        finally:
+            self._checksums.pop(key).set()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sweep_every_s)
+            ttl_s = self.config.orphan_ttl_s
+            await self.objects.sweep_orphans(ttl_s=ttl_s, now_ns=time.time_ns())
+            await self.segments.sweep(
+                orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=time.monotonic()
+            )

@@ -1,0 +1,216 @@
+"""State records and manifests: what training saved, what the team is at each version.
+
+SaveState is one write of {object references, ledger, term}; Commit is one compare-and-set write of
+the next manifest. After either, segments that nothing needs any more are freed in the same write.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.core import fencing, retention
+from flexmarl.core import store_keys as keys
+from flexmarl.core.ids import check_name
+from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.database import Database, Draft
+from flexmarl.meg_store.runs import RunEntry, Runs
+from flexmarl.meg_store.segments import Segments
+
+
+class _Books:
+    """What is saved for one run: segment keys by manifest version and by (policy, version)."""
+
+    def __init__(self) -> None:
+        self.manifests: dict[int, frozenset[str]] = {}
+        self.saved: dict[tuple[str, int], frozenset[str]] = {}
+
+    @property
+    def newest(self) -> int | None:
+        """Newest committed version."""
+        return max(self.manifests, default=None)
+
+
+class Training:
+    """State directory and manifests of the runs whose home is here."""
+
+    def __init__(
+        self, database: Database, runs: Runs, segments: Segments, *, retain_versions: int
+    ) -> None:
+        self._database = database
+        self._runs = runs
+        self._segments = segments
+        self._retain_versions = retain_versions
+        self._books: dict[str, _Books] = {}
+        for run_id in runs.ids():
+            books = self._of(run_id)
+            newest = database.backend.scan(
+                Table.META,
+                keys.prefix("manifest", run_id),
+                keys.after(keys.prefix("manifest", run_id)),
+                reverse=True,
+            )
+            for (_, value), _ in zip(newest, range(retain_versions), strict=False):
+                manifest = graph_pb2.Manifest.FromString(value)
+                books.manifests[manifest.version] = _keys_of_manifest(manifest)
+                segments.refer(books.manifests[manifest.version])
+            for state in self._stored_states(run_id):
+                books.saved[state.policy, state.version] = _keys_of_state(state)
+                segments.refer(_keys_of_state(state))
+
+    def save_state(self, draft: Draft, request: pb.SaveStateRequest) -> pb.SaveStateResponse:
+        """Write a state record.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, TERM_STALE, SEGMENT_NOT_FOUND.
+        """
+        state = graph_pb2.StateRecord()
+        state.CopyFrom(request.state)
+        entry = self._runs.require(request.run_id)
+        self._runs.require_home(entry)
+        policy = check_name(state.policy, what="policy")
+        self._runs.check_term(draft, entry, fencing.policy_scope(policy), state.term)
+        self._segments.check_sealed(_refs_of_state(state))
+        state.saved_unix_ns = time.time_ns()
+        draft.put(
+            Table.META,
+            keys.numbered(state.version, "state", request.run_id, policy),
+            state.SerializeToString(),
+        )
+        draft.event(request.run_id, pb.Event(kind=pb.EVENT_KIND_STATE, state=state))
+        named = _keys_of_state(state)
+        self._segments.refer(named)
+        books = self._of(request.run_id)
+        saved = {**books.saved, (policy, state.version): named}
+        self._retire(draft, entry, books.manifests, saved)
+        return pb.SaveStateResponse()
+
+    def commit(self, draft: Draft, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Write the next manifest.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, TERM_STALE, VERSION_MISMATCH, SEGMENT_NOT_FOUND.
+        """
+        manifest = graph_pb2.Manifest()
+        manifest.CopyFrom(request.manifest)
+        entry = self._runs.require(request.run_id)
+        self._runs.require_home(entry)
+        self._runs.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, manifest.term)
+        books = self._of(request.run_id)
+        expected = request.expected_version if request.HasField("expected_version") else None
+        fencing.check_commit(newest=books.newest, expected=expected, version=manifest.version)
+        self._segments.check_sealed(_refs_of_manifest(manifest))
+        manifest.committed_unix_ns = time.time_ns()
+        draft.put(
+            Table.META,
+            keys.numbered(manifest.version, "manifest", request.run_id),
+            manifest.SerializeToString(),
+        )
+        draft.event(request.run_id, pb.Event(kind=pb.EVENT_KIND_COMMIT, manifest=manifest))
+        named = _keys_of_manifest(manifest)
+        self._segments.refer(named)
+        manifests = {**books.manifests, manifest.version: named}
+        self._retire(draft, entry, manifests, books.saved)
+        return pb.CommitResponse()
+
+    def unfinished_checksums(self, manifest: graph_pb2.Manifest) -> list[str]:
+        """Keys of named segments whose checksum is still being computed: a commit waits for it."""
+        missing = set(self._segments.without_checksum())
+        return sorted(missing & _keys_of_manifest(manifest))
+
+    def state(self, request: pb.GetStateRequest) -> graph_pb2.StateRecord | None:
+        """The record of a policy at a version, or its newest."""
+        self._runs.require(request.run_id)
+        prefix = keys.prefix("state", request.run_id, request.policy)
+        if request.HasField("version"):
+            value = self._database.get(
+                Table.META,
+                keys.numbered(request.version, "state", request.run_id, request.policy),
+            )
+        else:
+            value = self._last(prefix)
+        return None if value is None else graph_pb2.StateRecord.FromString(value)
+
+    def manifest(self, request: pb.GetManifestRequest) -> graph_pb2.Manifest | None:
+        """The manifest of a version, or the newest."""
+        self._runs.require(request.run_id)
+        if request.HasField("version"):
+            key = keys.numbered(request.version, "manifest", request.run_id)
+            value = self._database.get(Table.META, key)
+        else:
+            value = self._last(keys.prefix("manifest", request.run_id))
+        return None if value is None else graph_pb2.Manifest.FromString(value)
+
+    def manifests(self, run_id: str, *, start: int, limit: int) -> Iterator[graph_pb2.Manifest]:
+        """Manifests from a version on, oldest first."""
+        self._runs.require(run_id)
+        first = keys.numbered(start, "manifest", run_id)
+        end = keys.after(keys.prefix("manifest", run_id))
+        pairs = self._database.backend.scan(Table.META, first, end)
+        for (_, value), _ in zip(pairs, range(limit), strict=False):
+            yield graph_pb2.Manifest.FromString(value)
+
+    def _retire(
+        self,
+        draft: Draft,
+        entry: RunEntry,
+        manifests: Mapping[int, frozenset[str]],
+        saved: Mapping[tuple[str, int], frozenset[str]],
+    ) -> None:
+        run_id = entry.run_id
+        kept = retention.keep(
+            manifests=manifests,
+            saved=[
+                retention.SavedSet(policy=policy, version=version, keys=named)
+                for (policy, version), named in sorted(saved.items())
+            ],
+            retain_versions=self._retain_versions,
+        )
+        for policy, version in sorted(set(saved) - kept.records):
+            draft.delete(Table.META, keys.numbered(version, "state", run_id, policy))
+        # Never named by anything saved: it may be on its way into the next record.
+        for segment in self._segments.of_run(run_id):
+            if segment.sealed and segment.referenced and segment.key not in kept.keys:
+                self._segments.free(draft, segment)
+
+        def keep() -> None:
+            books = self._of(run_id)
+            newest = sorted(manifests)[-self._retain_versions :]
+            books.manifests = {version: manifests[version] for version in newest}
+            books.saved = {key: saved[key] for key in saved if key in kept.records}
+
+        draft.at_commit.append(keep)
+
+    def _of(self, run_id: str) -> _Books:
+        return self._books.setdefault(run_id, _Books())
+
+    def _stored_states(self, run_id: str) -> Iterator[graph_pb2.StateRecord]:
+        for _, value in self._database.scan(Table.META, keys.prefix("state", run_id)):
+            yield graph_pb2.StateRecord.FromString(value)
+
+    def _last(self, prefix: bytes) -> bytes | None:
+        pairs = self._database.backend.scan(Table.META, prefix, keys.after(prefix), reverse=True)
+        last = next(pairs, None)
+        return None if last is None else last[1]
+
+
+def _refs_of_state(state: graph_pb2.StateRecord) -> list[common_pb2.ObjectRef]:
+    refs = (state.weights, state.master, state.moments, state.gradients)
+    return [ref for ref in refs if ref.key]
+
+
+def _refs_of_manifest(manifest: graph_pb2.Manifest) -> list[common_pb2.ObjectRef]:
+    policies = [manifest.policies[name] for name in sorted(manifest.policies)]
+    refs = (ref for p in policies for ref in (p.weights, p.master, p.moments))
+    return [ref for ref in refs if ref.key]
+
+
+def _keys_of_state(state: graph_pb2.StateRecord) -> frozenset[str]:
+    return frozenset(ref.key for ref in _refs_of_state(state))
+
+
+def _keys_of_manifest(manifest: graph_pb2.Manifest) -> frozenset[str]:
+    return frozenset(ref.key for ref in _refs_of_manifest(manifest))

@@ -1,0 +1,165 @@
+"""Validation of written rows: what a row must look like, whatever is stored already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.client.enums import VERTEX_STATUS
+from flexmarl.core import graph_rules
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.ids import GroupId
+from flexmarl.meg_store.objects import check_key
+
+MAX_META_BYTES = 64 << 10
+MAX_PAYLOAD_BYTES = 8 << 20
+MAX_SAMPLE_BYTES = 4 << 20
+MAX_GROUP_BYTES = 1 << 20
+
+_ENDED = frozenset(
+    (
+        common_pb2.VERTEX_STATUS_DONE,
+        common_pb2.VERTEX_STATUS_FAILED,
+        common_pb2.VERTEX_STATUS_CANCELLED,
+    )
+)
+_FIELD_OF_TYPE: Mapping[int, str] = {
+    graph_pb2.COLUMN_TYPE_INT: "int_value",
+    graph_pb2.COLUMN_TYPE_FLOAT: "float_value",
+    graph_pb2.COLUMN_TYPE_BOOL: "bool_value",
+    graph_pb2.COLUMN_TYPE_STRING: "string_value",
+    graph_pb2.COLUMN_TYPE_OBJECT: "object_value",
+}
+
+
+def check_meta(meta: graph_pb2.VertexMeta) -> None:
+    """Checks the meta columns of a vertex that is about to be written.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT.
+        ValueError: An id or a name is malformed.
+    """
+    graph_rules.check_sample_ids(
+        sample_id=meta.sample_id,
+        group_id=meta.group_id,
+        batch=meta.batch,
+        batch_attempt=meta.batch_attempt,
+        sample_attempt=meta.sample_attempt,
+    )
+    vertex_id = meta.vertex_id
+    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=meta.sample_id, path=meta.path)
+    graph_rules.check_cached_name(meta.agent, what="agent")
+    if meta.policy:
+        graph_rules.check_cached_name(meta.policy, what="policy")
+    elif meta.kind == common_pb2.VERTEX_KIND_AGENT:
+        raise ValueError(f"vertex {vertex_id!r}: an agent's vertex names its policy")
+    if meta.kind == common_pb2.VERTEX_KIND_UNSPECIFIED:
+        raise ValueError(f"vertex {vertex_id!r}: kind is missing")
+    if meta.status not in _ENDED:
+        graph_rules.check_ended(vertex_id, VERTEX_STATUS.to_core(meta.status))
+    if meta.HasField("reward") or meta.HasField("advantage") or meta.micro_batch_id:
+        raise ValueError(f"vertex {vertex_id!r}: reward, advantage and mark come after its end")
+    if meta.void_reason != common_pb2.VOID_REASON_UNSPECIFIED:
+        raise ValueError(f"vertex {vertex_id!r}: rows are voided by CloseGroups or VoidRows")
+    runs = meta.version_runs
+    if runs and sum(run.num_tokens for run in runs) != meta.num_response_tokens:
+        raise ValueError(f"vertex {vertex_id!r}: version_runs do not add up to its tokens")
+
+
+def check_payload(vertex: graph_pb2.Vertex, columns: Mapping[str, int]) -> list[str]:
+    """Checks the data columns of a vertex.
+
+    Args:
+        vertex: With payload.
+        columns: Types of the run's declared columns.
+
+    Returns:
+        Keys of the objects that it refers to.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT for a column.
+        ValueError: Lengths disagree, or a column is unknown or of another type.
+    """
+    payload, meta = vertex.payload, vertex.meta
+    num_tokens = len(payload.response_tokens)
+    num_logprobs = len(payload.logprobs)
+    if num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens):
+        raise ValueError(
+            f"vertex {meta.vertex_id!r}: {num_tokens} response tokens and {num_logprobs} "
+            f"log-probabilities for num_response_tokens = {meta.num_response_tokens}"
+        )
+    objects: list[str] = []
+    for name, value in payload.columns.items():
+        expected = _FIELD_OF_TYPE.get(columns.get(name, 0))
+        if expected is None:
+            raise ValueError(f"vertex {meta.vertex_id!r}: the run declares no column {name!r}")
+        if value.WhichOneof("value") != expected:
+            raise ValueError(f"vertex {meta.vertex_id!r}: column {name!r} takes {expected}")
+        if expected == "object_value":
+            objects.append(check_key(value.object_value.key))
+    return objects
+
+
+def check_sample(sample: graph_pb2.Sample) -> None:
+    """Checks a sample that is about to be written.
+
+    Raises:
+        DomainError: REWARD_INVALID.
+        ValueError: Ids disagree.
+    """
+    graph_rules.check_sample_ids(
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        batch=sample.batch,
+        batch_attempt=sample.batch_attempt,
+        sample_attempt=sample.sample_attempt,
+    )
+    if graph_rules.parse_sample_id(sample.sample_id).ordinal != sample.ordinal:
+        raise ValueError(f"sample {sample.sample_id!r}: its ordinal is another")
+    if sample.HasField("rewards"):
+        _check_rewards(sample.sample_id, sample.rewards)
+
+
+def check_group(group: graph_pb2.Group) -> None:
+    """Checks a group that is about to be admitted.
+
+    Raises:
+        ValueError: Ids disagree, or it is not open.
+    """
+    parsed = GroupId.parse(group.group_id)
+    stated = (group.batch, group.batch_attempt, group.ordinal)
+    if stated != (parsed.batch.batch, parsed.batch.attempt, parsed.ordinal):
+        raise ValueError(f"group id {group.group_id!r} does not agree with its other ids")
+    if group.num_samples == 0:
+        raise ValueError(f"group {group.group_id!r} wants no samples")
+
+
+def check_size(what: str, size_bytes: int, limit: int) -> None:
+    """Refuses an oversized value.
+
+    Raises:
+        DomainError: MESSAGE_TOO_LARGE.
+    """
+    if size_bytes > limit:
+        raise DomainError(
+            ErrorReason.MESSAGE_TOO_LARGE,
+            f"{what} has {size_bytes} bytes, at most {limit} fit in a row; store an object",
+        )
+
+
+def _check_rewards(sample_id: str, rewards: graph_pb2.RewardSet) -> None:
+    values: list[Iterable[float]] = [
+        rewards.agents.values(),
+        rewards.vertices.values(),
+        rewards.metrics.values(),
+    ]
+    if rewards.HasField("team"):
+        values.append((rewards.team,))
+    if not all(math.isfinite(value) for part in values for value in part):
+        raise DomainError(
+            ErrorReason.REWARD_INVALID,
+            f"sample {sample_id!r}: rewards and metrics must be finite",
+            {"sample": sample_id},
+        )
