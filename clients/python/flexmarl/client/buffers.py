@@ -79,6 +79,16 @@ class Buffer:
         """Its name."""
         return self.spec.name
 
+    @property
+    def dtype(self) -> str:
+        """Its element type."""
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.spec.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

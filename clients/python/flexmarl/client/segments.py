@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -77,7 +76,7 @@ def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
 
 
 class SegmentReader:
-    """A sealed segment under a lease; `async with` or `close` gives it back."""
+    """A sealed segment under a lease; `close` gives it back."""
 
     def __init__(
         self, view: pb.OpenSegmentResponse, give_back: Callable[[str], Awaitable[None]]
@@ -117,24 +116,9 @@ class SegmentReader:
         else:
             _log.warning("segment %s is still in use: its lease is kept", self.view.object.key)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
 
 class SegmentWriter:
-    """An allocated segment that this process, or one of its node, fills; then `seal` it once.
-
-    As `async with` it is sealed at the end of the block, and left unsealed (the store sweeps it)
-    when the block raises.
-    """
+    """An allocated segment that this process, or one of its node, fills; then `seal` it once."""
 
     def __init__(
         self,
@@ -173,8 +157,20 @@ class SegmentWriter:
         """Unmap without publishing."""
         self._mapped.close()
 
-    async def __aenter__(self) -> Self:
-        return self
+
+class Opening:
+    """`await` it for a reader to be closed by hand, or use it as `async with`."""
+
+    def __init__(self, opened: Coroutine[None, None, SegmentReader]) -> None:
+        self._opened = opened
+        self._reader: SegmentReader | None = None
+
+    def __await__(self) -> Generator[None, None, SegmentReader]:
+        return self._opened.__await__()
+
+    async def __aenter__(self) -> SegmentReader:
+        self._reader = await self
+        return self._reader
 
     async def __aexit__(
         self,
@@ -182,7 +178,38 @@ class SegmentWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._reader is not None:
+            await self._reader.close()
+
+
+class Allocation:
+    """`await` it for a writer to be sealed by hand, or use it as `async with`.
+
+    At the end of the block the segment is sealed, unless `seal` was called in it; when the block
+    raises, it is left unsealed and the store sweeps it.
+    """
+
+    def __init__(self, allocated: Coroutine[None, None, SegmentWriter]) -> None:
+        self._allocated = allocated
+        self._writer: SegmentWriter | None = None
+
+    def __await__(self) -> Generator[None, None, SegmentWriter]:
+        return self._allocated.__await__()
+
+    async def __aenter__(self) -> SegmentWriter:
+        self._writer = await self
+        return self._writer
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        writer = self._writer
+        if writer is None:
+            return
         if error is not None:
-            self.abandon()
-        elif self.object is None:
-            await self.seal()
+            writer.abandon()
+        elif writer.object is None:
+            await writer.seal()

@@ -11,10 +11,18 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -24,7 +32,7 @@ from flexmarl.client.buffers import BufferSpec, lay_out
 from flexmarl.client.channel import Channel, connect
 from flexmarl.client.errors import FlexMarlError, UnavailableError
 from flexmarl.client.request import new_request_id
-from flexmarl.client.segments import SegmentReader, SegmentWriter
+from flexmarl.client.segments import Allocation, Opening, SegmentReader, SegmentWriter
 from flexmarl.core.call_context import onward_timeout_s
 from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s
 
@@ -33,6 +41,8 @@ DEFAULT_DEADLINE_S = 30.0
 TRANSFER_DEADLINE_S = 600.0
 WATCH_SILENCE_S = 20.0
 """A watch without any sign of life for this long is opened again."""
+
+T = TypeVar("T")
 
 _SERVICE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService"
 _RETRY = RetryPolicy(max_attempts=1 << 30, initial_s=0.02, max_s=0.5)
@@ -441,7 +451,7 @@ class StoreClient:
 
         return await self._patiently(once)
 
-    async def download_object(self, key: str, path: Path) -> common_pb2.ObjectRef:
+    async def get_object_to(self, key: str, path: Path) -> common_pb2.ObjectRef:
         """Write an object to a file, piece by piece; the file appears when it is whole."""
         ref = await self.stat_object(key)
         temporary = path.with_name(f".{path.name}.{new_request_id()[:8]}")
@@ -461,7 +471,7 @@ class StoreClient:
 
     # Segments
 
-    async def allocate_segment(
+    def allocate_segment(
         self,
         run_id: str,
         key: str,
@@ -469,11 +479,24 @@ class StoreClient:
         *,
         tier: pb.SegmentTier.ValueType = pb.SEGMENT_TIER_MEMORY,
         attributes: Mapping[str, str] | None = None,
-    ) -> SegmentWriter:
-        """Room for buffers, mapped for writing; seal it when it is filled.
+    ) -> Allocation:
+        """Room for buffers, mapped for writing: `async with store.allocate_segment(...) as writer`.
 
-        Use as `async with await store.allocate_segment(...) as writer:`.
+        At the end of the block the segment is sealed. Awaited instead, it is the caller's to seal.
         """
+        return Allocation(
+            self._allocate(run_id, key, specs, tier=tier, attributes=dict(attributes or {}))
+        )
+
+    async def _allocate(
+        self,
+        run_id: str,
+        key: str,
+        specs: Sequence[BufferSpec],
+        *,
+        tier: pb.SegmentTier.ValueType,
+        attributes: Mapping[str, str],
+    ) -> SegmentWriter:
         layout = lay_out(specs)
         response: pb.AllocateSegmentResponse = await self._call(
             "AllocateSegment",
@@ -514,11 +537,14 @@ class StoreClient:
         response: pb.SealSegmentResponse = await self._call("SealSegment", request)
         return response.object
 
-    async def open_segment(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
-        """A sealed segment, mapped for reading under a lease.
+    def open_segment(self, run_id: str, key: str, *, holder: str) -> Opening:
+        """A sealed segment, mapped under a lease: `async with store.open_segment(...) as reader`.
 
-        Use as `async with await store.open_segment(...) as reader:`.
+        Awaited instead, the reader is the caller's to close.
         """
+        return Opening(self._open(run_id, key, holder=holder))
+
+    async def _open(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
         request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
         response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
         return SegmentReader(response, self.close_segment)
@@ -546,7 +572,9 @@ class StoreClient:
 
         return await self._patiently(once, patience_s=patience_s)
 
-    async def _patiently(self, once: Any, *, patience_s: float | None = None) -> Any:  # noqa: ANN401
+    async def _patiently(
+        self, once: Callable[[], Awaitable[T]], *, patience_s: float | None = None
+    ) -> T:
         failed = 0
         end: float | None = None
         while True:

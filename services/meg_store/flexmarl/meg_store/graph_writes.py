@@ -209,7 +209,7 @@ class _Call:
         if known != columns:
             stored = graph_pb2.VertexMeta.FromString(known)
             for name in ("reward", "advantage", "void_reason", "micro_batch_id"):
-                stored.ClearField(name)  # type: ignore[arg-type] # what training added since
+                stored.ClearField(name)  # what training added since
             if encode_meta(stored) != columns:
                 return False
         return self._draft.get(Table.PAYLOADS, key) == payload
@@ -279,7 +279,7 @@ def _admission(group: graph_pb2.Group) -> bytes:
         "opened_unix_ns",
         "closed_unix_ns",
     ):
-        kept.ClearField(name)  # type: ignore[arg-type] # what changes after admission
+        kept.ClearField(name)  # what changes after admission
     return kept.SerializeToString(deterministic=True)
 
 

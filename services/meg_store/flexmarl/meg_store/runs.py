@@ -245,7 +245,7 @@ def _identity(run: graph_pb2.Run) -> bytes:
     kept = graph_pb2.Run()
     kept.CopyFrom(run)
     for name in ("status", "failure", "created_unix_ns"):
-        kept.ClearField(name)  # type: ignore[arg-type] # names of the message above
+        kept.ClearField(name)
     for shard in kept.shards:
         shard.ClearField("address")
     return kept.SerializeToString(deterministic=True)

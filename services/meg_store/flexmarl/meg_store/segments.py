@@ -227,7 +227,8 @@ class Segments:
     def close(self, lease_id: str) -> None:
         """Take a lease back; the last one of a freed segment frees its file."""
         for segment in (*self._segments.values(), *self._doomed.values()):
-            if segment.leases.pop(lease_id, None) is not None:
+            if lease_id in segment.leases:
+                del segment.leases[lease_id]
                 break
         else:
             return
@@ -263,7 +264,7 @@ class Segments:
             self._doomed[str(segment.file.path)] = segment
 
         def release() -> None:
-            if not segment.leases and self._doomed.pop(str(segment.file.path), None):
+            if not segment.leases and self._doomed.pop(str(segment.file.path), None) is not None:
                 self._files.free(segment.file, reusable=segment.is_ours)
 
         draft.at_commit.append(forget)

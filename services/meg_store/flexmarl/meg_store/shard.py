@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from flexmarl.meg_store.backend import Backend
 from flexmarl.meg_store.claims import Claims
@@ -37,7 +38,7 @@ class Shard:
         config: StoreConfig,
         *,
         on_fatal: Callable[[BaseException], None],
-        start: Callable[[str, Awaitable[None]], object],
+        start: Callable[[str, Coroutine[Any, Any, Any]], object],
     ) -> None:
         self.config = config
         self.database = Database(
