@@ -20,7 +20,7 @@ class FolderOfObjects:
         self.objects = objects
         self.downloads = 0
 
-    async def get_object_to(self, key: str, path: Path) -> common_pb2.ObjectRef:
+    async def download_object(self, key: str, path: Path) -> common_pb2.ObjectRef:
         self.downloads += 1
         data = self.objects[key].read_bytes()
         path.write_bytes(data)  # noqa: ASYNC240

@@ -63,7 +63,7 @@ class _Entry:
 class ObjectReader(Protocol):
     """The part of the store's client that `materialise` needs."""
 
-    async def get_object_to(self, key: str, path: Path) -> common_pb2.ObjectRef:
+    async def download_object(self, key: str, path: Path) -> common_pb2.ObjectRef:
         """Download an object into a file and return its reference."""
         ...
 
@@ -85,6 +85,15 @@ def folder_hash(
     for entry in _entries(folder, exclude=exclude, max_bytes=max_bytes):
         _hash_entry(digest, entry)
     return f"sha256:{digest.hexdigest()}"
+
+
+def folder_size(folder: Path) -> int:
+    """Sum of the sizes of the files that would be packed, bytes.
+
+    Raises:
+        DomainError: See `folder_hash`.
+    """
+    return sum(entry.size_bytes for entry in _entries(folder, exclude=(), max_bytes=None))
 
 
 def pack_folder(
@@ -183,7 +192,7 @@ async def _fetch(
     await asyncio.to_thread(folder.parent.mkdir, parents=True, exist_ok=True)
     archive = _beside(folder)
     try:
-        await store.get_object_to(ref.key, archive)
+        await store.download_object(ref.key, archive)
         await asyncio.to_thread(_check_and_unpack, archive, folder, ref, expected)
     finally:
         archive.unlink(missing_ok=True)

@@ -19,10 +19,12 @@ class RunningCluster:
 
     Attributes:
         pid: That process.
+        background: True for `flexmarl up`; a cluster of `flexmarl train` ends with its run.
         services: Address, pid, state, restarts and log of each service, by name.
     """
 
     pid: int
+    background: bool
     services: dict[str, dict[str, Any]]
 
     @property
@@ -53,7 +55,7 @@ def find_running(folder: ClusterFolder) -> RunningCluster | None:
     # The pid alone proves nothing: it may be another process's by now.
     if started_s is None or abs(started_s - data["started_s"]) > _START_TOLERANCE_S:
         return None
-    return RunningCluster(int(data["pid"]), data["services"])
+    return RunningCluster(int(data["pid"]), bool(data["background"]), data["services"])
 
 
 def addresses_of(cluster: RunningCluster) -> Addresses:

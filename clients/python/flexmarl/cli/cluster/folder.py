@@ -41,6 +41,11 @@ class ClusterFolder:
         return self.path / "settings.json"
 
     @property
+    def ports_file(self) -> Path:
+        """Ports of the last start, taken again where they are free: stored runs name them."""
+        return self.path / "ports.json"
+
+    @property
     def children_file(self) -> Path:
         """Record of the services' processes."""
         return self.path / "children.json"

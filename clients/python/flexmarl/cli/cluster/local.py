@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import IO, Final
 
-from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s
+from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s, read_json
 from flexmarl.cli.cluster.plan import (
     DISPATCHER,
     ENGINE_HOST,
@@ -48,6 +48,7 @@ class LocalCluster:
         settings: What they are started with.
         tell: Takes lines for a person.
         names: Services to run.
+        background: Runs until it is told to stop, for whoever comes.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class LocalCluster:
         *,
         tell: Callable[[str], None],
         names: Sequence[str] = SERVICES,
+        background: bool = False,
     ) -> None:
         self._folder = folder
         self._settings = settings
         self._tell = tell
         self._names = names
+        self._background = background
         self._services: dict[str, SupervisedService] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._children: Children | None = None
@@ -123,6 +126,9 @@ class LocalCluster:
         folder.logs.mkdir(parents=True, exist_ok=True)
         specs = plan_services(folder, self._settings, names=self._names)
         write_json_atomically(folder.settings_file, self._settings.to_json())
+        ports = {spec.name: int(spec.address.rpartition(":")[2]) for spec in specs}
+        last_ports = read_json(folder.ports_file) or {}
+        write_json_atomically(folder.ports_file, {**last_ports, **ports})
         self._started_s = process_start_s(os.getpid()) or 0.0
         self._children = Children(record=folder.children_file)
         for spec in specs:
@@ -168,6 +174,7 @@ class LocalCluster:
             {
                 "pid": os.getpid(),
                 "started_s": self._started_s,
+                "background": self._background,
                 "services": {name: item.describe() for name, item in self._services.items()},
             },
         )

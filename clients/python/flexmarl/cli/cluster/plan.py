@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.toml import dump_toml
 from flexmarl.cli.errors import CliError
-from flexmarl.cli.preflight.ports import check_port, pick_ports
+from flexmarl.cli.preflight.ports import check_port, is_free, pick_ports
 
 STORE: Final = "meg_store"
 DISPATCHER: Final = "rollout"
@@ -127,11 +127,11 @@ def plan_services(
     Raises:
         CliError: A configured port is in use, or an override names no service.
     """
-    addresses = _addresses(settings)
+    addresses = _addresses(settings, read_json(folder.ports_file) or {})
     return [_spec(folder, settings, name, addresses) for name in SERVICES if name in names]
 
 
-def _addresses(settings: ClusterSettings) -> dict[str, str]:
+def _addresses(settings: ClusterSettings, last_ports: Mapping[str, Any]) -> dict[str, str]:
     free = iter(pick_ports(len(SERVICES), host="127.0.0.1"))
     addresses = {}
     for name in SERVICES:
@@ -140,6 +140,9 @@ def _addresses(settings: ClusterSettings) -> dict[str, str]:
         if not isinstance(port, int):
             raise CliError(f"{name}.server.port: not a number: {port!r}")
         check_port(f"{name}.server.port", host, port)
+        last = last_ports.get(name)
+        if not port and isinstance(last, int) and is_free(host, last):
+            port = last
         addresses[name] = f"{host}:{port or next(free)}"
     return addresses
 
@@ -153,8 +156,7 @@ def _spec(
     home = folder.service(name)
     host, _, port = addresses[name].rpartition(":")
     config: dict[str, Any] = {
-        **_own_config(settings, name, addresses),
-        "data_dir": home,
+        **_own_config(settings, name, addresses, home),
         "server": {"host": host, "port": int(port), "address_file": home / "address.json"},
     }
     config_file = home / "config.toml"
@@ -175,20 +177,25 @@ def _spec(
 
 
 def _own_config(
-    settings: ClusterSettings, name: str, addresses: Mapping[str, str]
+    settings: ClusterSettings, name: str, addresses: Mapping[str, str], home: Path
 ) -> dict[str, Any]:
     match name:
         case "meg_store":
-            return {"durability": settings.durability}
+            return {"store": {"data_dir": home, "durability": settings.durability}}
         case "rollout":
-            return {"role": "dispatcher"}
+            return {"role": "dispatcher", "data_dir": home}
         case "engine_host":
-            return {"role": "engine-host", "dispatcher": addresses[DISPATCHER]}
+            return {
+                "role": "engine-host",
+                "data_dir": home,
+                "dispatcher": addresses[DISPATCHER],
+            }
         case "trainer":
-            return {"slots": [f"slot{index}" for index in range(settings.slots)]}
+            slots = [f"slot{index}" for index in range(settings.slots)]
+            return {"data_dir": home, "slots": slots}
         case _:
             return {
-                "store": addresses[STORE],
+                "data_dir": home,
                 "rollout": addresses[DISPATCHER],
                 "trainers": [addresses[TRAINER]],
             }

@@ -36,12 +36,10 @@ class LiveView:
 
     Args:
         console: Terminal to draw on.
-        samples_per_version: Samples of one batch, for the count of samples seen.
     """
 
-    def __init__(self, console: Console, *, samples_per_version: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._samples_per_version = samples_per_version
         self._history: list[VersionNumbers] = []
         self._progress = orchestrator_pb2.RunProgress(stage="starting")
         self._started_s = time.monotonic()
@@ -54,6 +52,10 @@ class LiveView:
 
     def __exit__(self, *error: object) -> None:
         self._draw()
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing and show the cursor again."""
         self._live.stop()
 
     def say(self, line: str) -> None:
@@ -68,14 +70,7 @@ class LiveView:
 
     def _draw(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
-        self._live.update(
-            render(
-                self._progress,
-                self._history,
-                elapsed_s=elapsed_s,
-                samples_per_version=self._samples_per_version,
-            )
-        )
+        self._live.update(render(self._progress, self._history, elapsed_s=elapsed_s))
 
 
 def render(
@@ -83,10 +78,9 @@ def render(
     history: list[VersionNumbers],
     *,
     elapsed_s: float,
-    samples_per_version: int,
 ) -> RenderableType:
     """The screen: heading, rewards, policies, slots, step, waits."""
-    parts: list[RenderableType] = [_heading(progress, history, elapsed_s, samples_per_version)]
+    parts: list[RenderableType] = [_heading(progress, history, elapsed_s)]
     if history:
         parts += [_rewards(history), _step(history[-1])]
     parts += [_policies(progress), _slots(progress)]
@@ -98,9 +92,8 @@ def _heading(
     progress: orchestrator_pb2.RunProgress,
     history: list[VersionNumbers],
     elapsed_s: float,
-    samples_per_version: int,
 ) -> Text:
-    seen = len(history) * samples_per_version + progress.num_samples_ended
+    seen = len(history) * progress.num_samples + progress.num_samples_ended
     return Text.assemble(
         (progress.run_id, "bold"),
         f"  version {progress.version}/{progress.num_versions}  {progress.stage}",

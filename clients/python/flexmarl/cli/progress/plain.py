@@ -32,7 +32,10 @@ class PlainView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        return None
+        self.close()
+
+    def close(self) -> None:
+        """Nothing to clean up."""
 
     def say(self, line: str) -> None:
         """Show a line about the cluster."""

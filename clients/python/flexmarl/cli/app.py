@@ -1,0 +1,207 @@
+"""Commands and their options. Bodies are imported when a command runs, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="flexmarl",
+    help="Train teams of LLM agents: several policies at once, driven by a durable graph.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+DataDir = Annotated[
+    Path, typer.Option("--data-dir", help="Folder of the local cluster: data, logs, addresses.")
+]
+Cluster = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster",
+        metavar="ADDR",
+        help="Use a running cluster: its folder, or store=HOST:PORT and orchestrator=HOST:PORT.",
+    ),
+]
+ServiceSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--service-set",
+        metavar="SERVICE.KEY=VALUE",
+        help="Override a service's configuration, such as meg_store.server.port=7001.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Out = Annotated[Path, typer.Option("--out", help="Where the folders of runs are.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, see `flexmarl runs`.")]
+
+_DATA_DIR = Path(".flexmarl")
+_OUT = Path("runs")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as batch.groups=8."),
+    ] = None,
+    cluster: Cluster = None,
+    out: Out = _OUT,
+    run_id: Annotated[str, typer.Option("--run-id", help="Id; by default name and time.")] = "",
+    data_dir: DataDir = _DATA_DIR,
+    service_set: ServiceSet = None,
+) -> None:
+    """Train a run; starts a local cluster unless one is named."""
+    from flexmarl.cli.commands.train import train as command
+
+    raise typer.Exit(
+        command(
+            config,
+            overrides=set_ or [],
+            cluster=cluster or [],
+            out=out,
+            run_id=run_id,
+            data_dir=data_dir,
+            service_overrides=service_set or [],
+        )
+    )
+
+
+@app.command()
+def resume(
+    run: RunId,
+    cluster: Cluster = None,
+    out: Out = _OUT,
+    data_dir: DataDir = _DATA_DIR,
+) -> None:
+    """Go on with a stopped, failed or abandoned run from its last committed version."""
+    from flexmarl.cli.commands.resume import resume as command
+
+    raise typer.Exit(command(run, cluster=cluster or [], out=out, data_dir=data_dir))
+
+
+@app.command()
+def up(
+    data_dir: DataDir = _DATA_DIR,
+    slots: Annotated[int, typer.Option(min=1, help="Device slots of the trainer.")] = 1,
+    durability: Annotated[
+        str, typer.Option(help="What a write survives: process or fsync.")
+    ] = "process",
+    service_set: ServiceSet = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a local cluster in the background."""
+    from flexmarl.cli.commands.cluster import up as command
+
+    command(
+        data_dir,
+        slots=slots,
+        durability=durability,
+        service_overrides=service_set or [],
+        as_json=as_json,
+    )
+
+
+@app.command()
+def down(data_dir: DataDir = _DATA_DIR) -> None:
+    """Stop the local cluster."""
+    from flexmarl.cli.commands.cluster import down as command
+
+    command(data_dir)
+
+
+@app.command()
+def status(data_dir: DataDir = _DATA_DIR, as_json: AsJson = False) -> None:
+    """Show health, process and address of each service of the local cluster."""
+    from flexmarl.cli.commands.cluster import status as command
+
+    raise typer.Exit(command(data_dir, as_json=as_json))
+
+
+@app.command()
+def serve(
+    service: Annotated[str, typer.Argument(help="meg-store, rollout, trainer or orchestrator.")],
+    role: Annotated[str, typer.Option(help="Role of rollout: dispatcher or engine-host.")] = "",
+    config: Annotated[Path | None, typer.Option("--config", help="TOML file.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
+    ] = None,
+) -> None:
+    """Run one service in the foreground."""
+    from flexmarl.cli.commands.serve import serve as command
+
+    command(service, role=role, config=config, overrides=set_ or [])
+
+
+@app.command()
+def runs(data_dir: DataDir = _DATA_DIR, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """List the stored runs."""
+    from flexmarl.cli.commands.runs import runs as command
+
+    command(data_dir=data_dir, cluster=cluster or [], as_json=as_json)
+
+
+@app.command()
+def show(
+    run: RunId,
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one run: state, versions, policies, samples of its newest batch."""
+    from flexmarl.cli.commands.runs import show as command
+
+    command(run, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
+
+
+@app.command()
+def graph(
+    run: RunId,
+    sample: Annotated[
+        str, typer.Argument(metavar="SAMPLE", help="Id of a sample, or the start of it.")
+    ],
+    format_: Annotated[str, typer.Option("--format", help="text, dot, mermaid or json.")] = "text",
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the graph of one sample."""
+    from flexmarl.cli.commands.graph import graph as command
+
+    format_ = "json" if as_json else format_
+    command(run, sample, format_=format_, data_dir=data_dir, cluster=cluster or [])
+
+
+@app.command()
+def export(
+    run: RunId,
+    policy: Annotated[str, typer.Option("--policy", help="Policy to export.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
+    version: Annotated[
+        int | None, typer.Option("--version", min=0, help="Version; by default the newest.")
+    ] = None,
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+) -> None:
+    """Write a policy's weights as a Hugging Face folder."""
+    from flexmarl.cli.commands.export import export as command
+
+    command(run, policy=policy, out=out, version=version, data_dir=data_dir, cluster=cluster or [])
+
+
+@app.command()
+def timeline(
+    run: RunId,
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write.")],
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+) -> None:
+    """Write what is recorded of a run as a Chrome trace; opens in Perfetto."""
+    from flexmarl.cli.commands.timeline import timeline as command
+
+    command(run, out=out, data_dir=data_dir, cluster=cluster or [])

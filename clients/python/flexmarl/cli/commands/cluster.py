@@ -1,0 +1,163 @@
+"""`flexmarl up`, `down`, `status`: the local cluster in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from flexmarl.cli.cluster.attach import RunningCluster, find_running
+from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s
+from flexmarl.cli.cluster.local import START_TIMEOUT_S
+from flexmarl.cli.cluster.plan import ClusterSettings, plan_services
+from flexmarl.cli.errors import EXIT_FAILED, CliError
+from flexmarl.cli.output import print_json, print_line, print_table
+
+_POLL_S: Final = 0.1
+_DOWN_TIMEOUT_S: Final = 45.0
+_HEALTH_TIMEOUT_S: Final = 2.0
+_COLUMNS: Final = ("service", "health", "address", "pid", "restarts", "log")
+
+
+def up(
+    data_dir: Path,
+    *,
+    slots: int,
+    durability: str,
+    service_overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Start a cluster in the background and wait until it serves.
+
+    Raises:
+        CliError: One runs already, the settings are wrong, or it does not start.
+    """
+    if durability not in ("process", "fsync"):
+        raise CliError(f"--durability {durability!r}: use process or fsync")
+    folder = ClusterFolder(data_dir.resolve())
+    running = find_running(folder)
+    if running is not None:
+        raise CliError(f"{data_dir}: process {running.pid} runs a cluster there already")
+    settings = ClusterSettings(
+        durability=durability, slots=slots, overrides=tuple(service_overrides)
+    )
+    plan_services(folder, settings)  # bad input ends here, before anything is started
+    daemon = _start_daemon(folder, settings)
+    running = _wait_up(folder, daemon)
+    if as_json:
+        print_json({"pid": running.pid, "services": running.services})
+    else:
+        print_table([{"service": name, **row} for name, row in running.services.items()], _SHORT)
+        print_line(f"stop it with: flexmarl down --data-dir {data_dir}")
+
+
+_SHORT: Final = ("service", "address", "pid", "log")
+
+
+def down(data_dir: Path) -> None:
+    """Stop the cluster and wait until it is gone.
+
+    Raises:
+        CliError: None runs, or it does not stop.
+    """
+    folder = ClusterFolder(data_dir.resolve())
+    running = find_running(folder)
+    if running is None:
+        raise CliError(f"{data_dir}: no cluster runs there")
+    os.kill(running.pid, signal.SIGTERM)
+    end = time.monotonic() + _DOWN_TIMEOUT_S
+    while process_start_s(running.pid) is not None:
+        if time.monotonic() > end:
+            # The services follow: each holds a link to the process that started it.
+            os.kill(running.pid, signal.SIGKILL)
+            raise CliError(
+                f"process {running.pid} did not stop within {_DOWN_TIMEOUT_S:g} s and was killed",
+                exit_code=EXIT_FAILED,
+            )
+        time.sleep(_POLL_S)
+    print_line("stopped")
+
+
+def status(data_dir: Path, *, as_json: bool) -> int:
+    """Show the services; returns 0 when all are healthy, else 1.
+
+    Raises:
+        CliError: No cluster runs.
+    """
+    running = find_running(ClusterFolder(data_dir.resolve()))
+    if running is None:
+        raise CliError(
+            f"{data_dir}: no cluster runs there; start one: flexmarl up", exit_code=EXIT_FAILED
+        )
+    rows = asyncio.run(_health_rows(running))
+    if as_json:
+        print_json({"pid": running.pid, "services": rows})
+    else:
+        print_table(rows, _COLUMNS)
+    return 0 if all(row["health"] == "serving" for row in rows) else EXIT_FAILED
+
+
+async def _health_rows(running: RunningCluster) -> list[dict[str, Any]]:
+    health = await asyncio.gather(
+        *(_health(service["address"]) for service in running.services.values())
+    )
+    return [
+        {"service": name, "health": state, **service}
+        for (name, service), state in zip(running.services.items(), health, strict=True)
+    ]
+
+
+async def _health(address: str) -> str:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return f"no answer ({error.code().name.lower()})"
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return name.lower()
+
+
+def _start_daemon(folder: ClusterFolder, settings: ClusterSettings) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "flexmarl.cli.cluster.daemon", "--data-dir", str(folder.path)]
+    command += ["--slots", str(settings.slots), "--durability", settings.durability]
+    for item in settings.overrides:
+        command += ["--service-set", item]
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with folder.log("up").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _wait_up(folder: ClusterFolder, daemon: subprocess.Popen[bytes]) -> RunningCluster:
+    end = time.monotonic() + START_TIMEOUT_S + 10.0
+    while time.monotonic() < end:
+        running = find_running(folder)
+        if running is not None and running.pid == daemon.pid and running.ready:
+            return running
+        if daemon.poll() is not None:
+            raise _not_started(folder, daemon.returncode)
+        time.sleep(_POLL_S)
+    daemon.terminate()
+    raise CliError(f"the cluster did not start in time; see {folder.logs}", exit_code=EXIT_FAILED)
+
+
+def _not_started(folder: ClusterFolder, code: int) -> CliError:
+    text = folder.log("up").read_text(encoding="utf-8", errors="replace").strip()
+    head, _, tail = text.partition("\n")
+    message = head.removeprefix("error: ") or f"the cluster ended with exit code {code}"
+    return CliError(message, exit_code=code if code > 0 else EXIT_FAILED, detail=tail)

@@ -1,0 +1,47 @@
+"""`flexmarl resume`: go on with a stored run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.cli.clients import Clients
+from flexmarl.cli.cluster.attach import parse_cluster
+from flexmarl.cli.cluster.folder import ClusterFolder, read_json
+from flexmarl.cli.cluster.plan import STORE, ClusterSettings
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.session import Job, run_job
+from flexmarl.core.ids import check_name
+from flexmarl.runtime.run_config import RunConfig
+
+
+def resume(run_id: str, *, cluster: Sequence[str], out: Path, data_dir: Path) -> int:
+    """Resume a run; returns the exit code.
+
+    Raises:
+        CliError: There is no such run, it is finished, or what was started failed.
+    """
+    check_name(run_id, what="run id")
+    folder = ClusterFolder(data_dir.resolve())
+    addresses = parse_cluster(list(cluster)) if cluster else None
+    if addresses is None and not folder.service(STORE).is_dir():
+        raise CliError(f"{data_dir}: no runs are stored there; name the folder with --data-dir")
+
+    async def begin(clients: Clients) -> RunConfig:
+        run = await clients.store.get_run(run_id)
+        if run.status == common_pb2.RUN_STATUS_FINISHED:
+            raise CliError(f"run {run_id} is finished; look at it: flexmarl show {run_id}")
+        await clients.orchestrator.resume_run(run_id, home_shard=clients.home_shard)
+        return RunConfig.model_validate_json(run.config_json)
+
+    job = Job(
+        run_id=run_id,
+        folder=(out / run_id).resolve(),
+        cluster_folder=folder,
+        settings=ClusterSettings.from_json(read_json(folder.settings_file) or {}),
+        addresses=addresses,
+        begin=begin,
+    )
+    return asyncio.run(run_job(job))

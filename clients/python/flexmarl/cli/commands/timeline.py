@@ -1,0 +1,49 @@
+"""`flexmarl timeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.plan import SERVICES
+from flexmarl.cli.connect import with_store
+from flexmarl.cli.output import print_line
+from flexmarl.client.store import StoreClient
+from flexmarl.client.timeline import TraceSpan, batch_spans, vertex_spans, write_trace
+from flexmarl.runtime.spans import read_spans
+
+
+def timeline(run_id: str, *, out: Path, data_dir: Path, cluster: Sequence[str]) -> None:
+    """Write a run's timeline."""
+
+    async def write(store: StoreClient, folder: ClusterFolder) -> int:
+        await store.get_run(run_id)  # an unknown run is an error, not an empty timeline
+        manifests = await store.list_manifests(run_id)
+        vertices = [vertex.meta async for vertex in store.list_vertices(run_id)]
+        spans = [
+            *batch_spans(manifests),
+            *vertex_spans(vertices),
+            *_service_spans(folder, run_id),
+        ]
+        return write_trace(spans, out)
+
+    count = with_store(write, data_dir=data_dir, cluster=cluster)
+    print_line(f"{count} spans: {out} (open it in https://ui.perfetto.dev or chrome://tracing)")
+
+
+def _service_spans(folder: ClusterFolder, run_id: str) -> Iterator[TraceSpan]:
+    for name in SERVICES:
+        for place in (folder.service(name), folder.service(name) / "spans"):
+            for _, span in read_spans(place):
+                # A span without a run is the service's own, such as a swap of slots.
+                if span.args.get("run", run_id) == run_id:
+                    yield TraceSpan(
+                        name,
+                        span.track,
+                        span.name,
+                        int(span.start_s * 1e9),
+                        int(span.end_s * 1e9),
+                        span.args,
+                        overlapping=True,
+                    )

@@ -1,0 +1,84 @@
+"""The store of a cluster that runs, or of stored data that is only looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from flexmarl.cli.cluster.attach import addresses_of, find_running, parse_cluster
+from flexmarl.cli.cluster.folder import ClusterFolder, read_json
+from flexmarl.cli.cluster.local import LocalCluster
+from flexmarl.cli.cluster.plan import STORE, ClusterSettings
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.interrupt import Interrupted, InterruptGuard
+from flexmarl.client.store import StoreClient
+from flexmarl.runtime.config import LogConfig
+from flexmarl.runtime.logging import configure_logging
+
+ResultT = TypeVar("ResultT")
+
+_CONNECT_TIMEOUT_S: Final = 15.0
+
+
+@asynccontextmanager
+async def connect_store(address: str) -> AsyncIterator[StoreClient]:
+    """Client of a store."""
+    async with StoreClient.connect(address) as store:
+        await store.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
+        yield store
+
+
+def with_store(
+    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]],
+    *,
+    data_dir: Path,
+    cluster: Sequence[str],
+) -> ResultT:
+    """Run `use` on the store of a cluster; where none runs, on its stored data.
+
+    Raises:
+        CliError: There is neither a cluster nor data.
+    """
+    return asyncio.run(_with_store(use, ClusterFolder(data_dir.resolve()), list(cluster)))
+
+
+async def _with_store(
+    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]],
+    folder: ClusterFolder,
+    cluster: list[str],
+) -> ResultT:
+    running = None if cluster else find_running(folder)
+    if cluster:
+        address = parse_cluster(cluster).store
+    elif running is not None:
+        address = addresses_of(running).store
+    else:
+        return await _with_own_store(use, folder)
+    async with connect_store(address) as store:
+        return await use(store, folder)
+
+
+async def _with_own_store(
+    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]], folder: ClusterFolder
+) -> ResultT:
+    if not folder.service(STORE).is_dir():
+        raise CliError(
+            f"{folder.path}: no cluster runs there and no runs are stored there; "
+            "name the folder with --data-dir, or a cluster with --cluster"
+        )
+    configure_logging(LogConfig(file=folder.log("cli")), service="cli")
+    settings = ClusterSettings.from_json(read_json(folder.settings_file) or {})
+    store_only = LocalCluster(folder, settings, tell=lambda _: None, names=(STORE,))
+    async with InterruptGuard() as guard:
+        guard.on_second(store_only.kill)
+        try:
+            await guard.run(store_only.start())
+            async with connect_store(store_only.address(STORE)) as store:
+                return await guard.run(use(store, folder))
+        except Interrupted:
+            raise KeyboardInterrupt from None
+        finally:
+            await store_only.stop()

@@ -1,0 +1,1 @@
+"""One sample's graph, drawn as text, DOT, Mermaid or JSON."""

@@ -1,0 +1,31 @@
+"""Entry point of `flexmarl`: runs a command and turns its errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run the command line; exits the process."""
+    try:
+        from flexmarl.cli.app import app
+
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("FLEXMARL_DEBUG") == "1":
+            raise
+        # Imported here: the error catalogue is not needed to show help.
+        from flexmarl.cli.errors import to_cli_error
+
+        failure = to_cli_error(error)
+        sys.stderr.write(f"error: {failure.message}\n")
+        if failure.detail:
+            sys.stderr.write(f"{failure.detail}\n")
+        sys.exit(failure.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""From a checked run to its folder: the part that `train` and `resume` share.
+
+    cluster    the one in the folder, or a new local one that ends with this command
+    begin      store and submit the run, or resume it
+    follow     show and record every version until the run ends
+    finish     plot, a Hugging Face folder per policy, a summary with the paths
+
+The first Ctrl-C stops the run so that it can be resumed, then the cluster; the second kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.cli.clients import Clients, connect_cluster
+from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running
+from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.local import LocalCluster
+from flexmarl.cli.cluster.plan import ORCHESTRATOR, STORE, ClusterSettings
+from flexmarl.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, CliError
+from flexmarl.cli.follow import follow_run
+from flexmarl.cli.interrupt import Interrupted, InterruptGuard
+from flexmarl.cli.output import print_line
+from flexmarl.cli.progress.outputs import RunOutputs, summary
+from flexmarl.cli.progress.report import numbers_of
+from flexmarl.cli.progress.view import View, make_view
+from flexmarl.client.errors import FlexMarlError
+from flexmarl.client.policies import export_policy
+from flexmarl.runtime.config import LogConfig
+from flexmarl.runtime.logging import configure_logging
+from flexmarl.runtime.run_config import RunConfig
+
+ResultT = TypeVar("ResultT")
+
+_STOP_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run to bring to its end.
+
+    Attributes:
+        run_id: Id of the run.
+        folder: Its folder, `runs/<id>`.
+        cluster_folder: Folder of the local cluster.
+        settings: What a new local cluster is started with.
+        addresses: Cluster that the user named; None: a local one.
+        begin: Stores and submits the run, or resumes it; returns its configuration.
+    """
+
+    run_id: str
+    folder: Path
+    cluster_folder: ClusterFolder
+    settings: ClusterSettings
+    addresses: Addresses | None
+    begin: Callable[[Clients], Awaitable[RunConfig]]
+
+
+async def run_job(job: Job) -> int:
+    """Bring a run to its end; returns the exit code.
+
+    Raises:
+        CliError: The cluster does not start or cannot be kept running, or the run failed.
+    """
+    configure_logging(LogConfig(file=job.cluster_folder.log("cli")), service="cli")
+    outputs = RunOutputs(job.folder)
+    view = make_view()
+    async with InterruptGuard() as guard:
+        guard.on_second(view.close)
+        try:
+            with view:
+                progress = await _run(job, outputs, view, guard)
+        except Interrupted:
+            print_line(f"interrupted; go on with: flexmarl resume {job.run_id}")
+            return EXIT_INTERRUPTED
+        finally:
+            outputs.close()
+    return _verdict(job, progress, outputs)
+
+
+async def _run(
+    job: Job, outputs: RunOutputs, view: View, guard: InterruptGuard
+) -> orchestrator_pb2.RunProgress:
+    async with (
+        _cluster(job, view, guard) as (addresses, failed),
+        connect_cluster(addresses) as clients,
+    ):
+        work = _first(_train(job, clients, outputs, view), failed)
+        try:
+            return await guard.run(work)
+        except Interrupted:
+            view.say("stopping the run ...")
+            await _stop_run(clients, job.run_id)
+            raise
+
+
+@asynccontextmanager
+async def _cluster(
+    job: Job, view: View, guard: InterruptGuard
+) -> AsyncIterator[tuple[Addresses, Awaitable[None]]]:
+    """Addresses of the cluster to use, and what ends when it can no longer be used."""
+    found = job.addresses
+    running = find_running(job.cluster_folder) if found is None else None
+    if running is not None and running.background:
+        view.say(f"using the cluster of process {running.pid} in {job.cluster_folder.path}")
+        found = addresses_of(running)
+    if found is not None:
+        yield found, asyncio.get_running_loop().create_future()
+        return
+    cluster = LocalCluster(job.cluster_folder, job.settings, tell=view.say)
+    guard.on_second(cluster.kill)
+    try:
+        view.say("starting the cluster ...")
+        await guard.run(cluster.start())
+        yield Addresses(cluster.address(STORE), cluster.address(ORCHESTRATOR)), cluster.failed()
+    finally:
+        await cluster.stop()
+
+
+async def _train(
+    job: Job, clients: Clients, outputs: RunOutputs, view: View
+) -> orchestrator_pb2.RunProgress:
+    config = await job.begin(clients)
+    outputs.open(config)
+    view.say(f"run {job.run_id}, metrics in {outputs.metrics_file}")
+
+    def on_message(message: orchestrator_pb2.WatchProgressResponse) -> None:
+        for report in message.reports:
+            outputs.add(numbers_of(report))
+        view.update(message)
+
+    progress = await follow_run(
+        clients.orchestrator, job.run_id, home_shard=clients.home_shard, on_message=on_message
+    )
+    await asyncio.to_thread(outputs.plot)
+    if progress.status == common_pb2.RUN_STATUS_FINISHED:
+        for policy in sorted(config.policies):
+            await export_policy(
+                clients.store,
+                job.run_id,
+                policy,
+                out=outputs.policy_folder(policy),
+                cache_dir=job.cluster_folder.cache,
+                replace=True,
+            )
+    return progress
+
+
+async def _stop_run(clients: Clients, run_id: str) -> None:
+    # The run is resumable without this, too; asking makes its state say so.
+    with contextlib.suppress(FlexMarlError, TimeoutError):
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await clients.orchestrator.stop_run(run_id)
+
+
+async def _first(work: Awaitable[ResultT], failed: Awaitable[None]) -> ResultT:
+    """The result of the work, or the failure of the cluster under it."""
+    working, failing = asyncio.ensure_future(work), asyncio.ensure_future(failed)
+    try:
+        await asyncio.wait({working, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            failing.result()
+        return await working
+    finally:
+        for task in (working, failing):
+            task.cancel()
+        await asyncio.gather(working, failing, return_exceptions=True)
+
+
+def _verdict(job: Job, progress: orchestrator_pb2.RunProgress, outputs: RunOutputs) -> int:
+    if progress.status == common_pb2.RUN_STATUS_FAILED:
+        failure = progress.failure
+        raise CliError(
+            f"run {job.run_id} failed at version {progress.version}: {failure.message} "
+            f"({failure.reason}); mend it, then: flexmarl resume {job.run_id}",
+            exit_code=EXIT_FAILED,
+        )
+    for line in summary(outputs.history):
+        print_line(line)
+    for line in _paths(outputs):
+        print_line(line)
+    if progress.status == common_pb2.RUN_STATUS_STOPPED:
+        print_line(f"stopped at version {progress.version}: flexmarl resume {job.run_id}")
+        return EXIT_FAILED
+    return 0
+
+
+def _paths(outputs: RunOutputs) -> list[str]:
+    labelled = [
+        ("config", outputs.config_file),
+        ("metrics", outputs.metrics_file),
+        ("plot", outputs.plot_file),
+    ]
+    folders = sorted((outputs.folder / "policies").glob("*"))
+    labelled += [(f"policy {folder.name}", folder) for folder in folders]
+    return [f"{label}: {path}" for label, path in labelled if path.exists()]

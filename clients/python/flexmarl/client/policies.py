@@ -1,0 +1,81 @@
+"""Committed weights of a policy, from the store into a Hugging Face folder."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.client.bundle import materialise
+from flexmarl.client.export import TensorBytes, write_hf_folder
+from flexmarl.client.store import StoreClient
+from flexmarl.core.errors import DomainError, ErrorReason
+
+
+async def export_policy(
+    store: StoreClient,
+    run_id: str,
+    policy: str,
+    *,
+    out: Path,
+    cache_dir: Path,
+    version: int | None = None,
+    replace: bool = False,
+) -> int:
+    """Write a policy's weights at a version as a folder that `AutoModelForCausalLM` loads.
+
+    Args:
+        store: Store on this node: the weights segment is read from where it is mapped.
+        run_id: Run.
+        policy: Policy.
+        out: Folder to make; it appears whole or not at all.
+        cache_dir: Where the base model is unpacked when it is not at its path.
+        version: Version; None: the newest.
+        replace: Take the place of a folder that is there already.
+
+    Returns:
+        The version.
+
+    Raises:
+        DomainError: NOT_FOUND naming the version or policy; ALREADY_EXISTS; MODEL_INVALID.
+    """
+    run = await store.get_run(run_id)
+    manifest = await store.get_manifest(run_id, version=version)
+    entry = _entry(manifest, run_id, policy, version)
+    assert manifest is not None, "there is an entry of it"
+    base = await materialise(store, run.models[policy], cache_dir)
+    metadata = {
+        "run": run_id,
+        "policy": policy,
+        "version": str(manifest.version),
+        "weights_hash": entry.weights_hash,
+    }
+    async with await store.open_segment(run_id, entry.weights.key, holder="export") as segment:
+        tensors = [
+            TensorBytes(buffer.name, buffer.spec.dtype, buffer.spec.shape, buffer.data)
+            for buffer in segment.buffers.values()
+        ]
+        await asyncio.to_thread(
+            write_hf_folder, tensors, base_model=base, out=out, metadata=metadata, replace=replace
+        )
+    return manifest.version
+
+
+def _entry(
+    manifest: graph_pb2.Manifest | None, run_id: str, policy: str, version: int | None
+) -> graph_pb2.PolicyManifest:
+    if manifest is None:
+        which = "any version" if version is None else f"version {version}"
+        raise DomainError(
+            ErrorReason.NOT_FOUND,
+            f"run {run_id} has not committed {which}, or its weights are not kept any more",
+            {"run": run_id},
+        )
+    if policy not in manifest.policies:
+        known = ", ".join(sorted(manifest.policies))
+        raise DomainError(
+            ErrorReason.NOT_FOUND,
+            f"run {run_id} has no policy {policy!r}; it has: {known}",
+            {"run": run_id, "policy": policy},
+        )
+    return manifest.policies[policy]
