@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Self
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -76,7 +77,7 @@ def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
 
 
 class SegmentReader:
-    """A sealed segment under a lease; `close` gives it back."""
+    """A sealed segment under a lease; `close`, or the end of `async with`, gives it back."""
 
     def __init__(
         self, view: pb.OpenSegmentResponse, give_back: Callable[[str], Awaitable[None]]
@@ -116,9 +117,24 @@ class SegmentReader:
         else:
             _log.warning("segment %s is still in use: its lease is kept", self.view.object.key)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
 
 class SegmentWriter:
-    """An allocated segment that this process, or one of its node, fills; then `seal` it once."""
+    """An allocated segment that this process, or one of its node, fills; then `seal` it once.
+
+    At the end of `async with` it is sealed, unless `seal` was called in the block; when the block
+    raises, it is left unsealed and the store sweeps it.
+    """
 
     def __init__(
         self,
@@ -157,6 +173,20 @@ class SegmentWriter:
         """Unmap without publishing."""
         self._mapped.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abandon()
+        elif self.object is None:
+            await self.seal()
+
 
 class Opening:
     """`await` it for a reader to be closed by hand, or use it as `async with`."""
@@ -183,11 +213,7 @@ class Opening:
 
 
 class Allocation:
-    """`await` it for a writer to be sealed by hand, or use it as `async with`.
-
-    At the end of the block the segment is sealed, unless `seal` was called in it; when the block
-    raises, it is left unsealed and the store sweeps it.
-    """
+    """`await` it for a writer to be sealed by hand, or use it as `async with`."""
 
     def __init__(self, allocated: Coroutine[None, None, SegmentWriter]) -> None:
         self._allocated = allocated
@@ -206,10 +232,5 @@ class Allocation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        writer = self._writer
-        if writer is None:
-            return
-        if error is not None:
-            writer.abandon()
-        elif writer.object is None:
-            await writer.seal()
+        if self._writer is not None:
+            await self._writer.__aexit__(kind, error, traceback)

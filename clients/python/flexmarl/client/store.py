@@ -451,7 +451,7 @@ class StoreClient:
 
         return await self._patiently(once)
 
-    async def get_object_to(self, key: str, path: Path) -> common_pb2.ObjectRef:
+    async def download_object(self, key: str, path: Path) -> common_pb2.ObjectRef:
         """Write an object to a file, piece by piece; the file appears when it is whole."""
         ref = await self.stat_object(key)
         temporary = path.with_name(f".{path.name}.{new_request_id()[:8]}")
