@@ -1,0 +1,113 @@
+"""The long-lived stream to the dispatcher: dialled, introduced, carried, dialled again.
+
+The loop waits for the dispatcher to be reachable (freed by its return), then for messages (freed by
+one, or by the end of the stream). Every connection starts with a hello that lists instances and
+attempts, and with all results that were not acknowledged: a dispatcher that is new knows what the
+host has before it asks for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any, Final
+
+import grpc
+
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+    ConnectEngineHostRequest,
+    ConnectEngineHostResponse,
+)
+from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
+from flexmarl.client.channel import Channel, StreamCall, connect
+from flexmarl.client.errors import FlexMarlError
+from flexmarl.core.retry import RetryPolicy, next_delay_s
+from flexmarl.runtime.logging import get_logger
+
+METHOD: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService/ConnectEngineHost"
+
+_REDIAL: Final = RetryPolicy(max_attempts=1 << 30, initial_s=0.1, max_s=1.0)
+_CONNECT_TIMEOUT_S: Final = 5.0
+
+_log = get_logger(__name__)
+
+
+class DispatcherLink:
+    """See the module.
+
+    Args:
+        address: Of the dispatcher.
+        introduce: Makes the hello of a new connection, and resets what goes out after it.
+        outgoing: Waits for the next message to send.
+        on_message: Takes a message of the dispatcher.
+        on_connected: Told at each change.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        introduce: Callable[[], ConnectEngineHostRequest],
+        outgoing: Callable[[], Awaitable[ConnectEngineHostRequest]],
+        on_message: Callable[[ConnectEngineHostResponse], Awaitable[None]],
+        on_connected: Callable[[bool], None],
+    ) -> None:
+        self._address = address
+        self._introduce = introduce
+        self._outgoing = outgoing
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._rng = Random()  # noqa: S311 - jitter
+
+    async def run(self) -> None:
+        """Keep the connection until cancelled."""
+        failures = 0
+        async with connect(self._address, deadlines_s={METHOD: None}) as channel:
+            while True:
+                started = asyncio.get_running_loop().time()
+                try:
+                    await self._converse(channel)
+                except FlexMarlError as error:
+                    _log.info("dispatcher_lost", address=self._address, error=str(error))
+                if asyncio.get_running_loop().time() - started > _CONNECT_TIMEOUT_S + 1.0:
+                    failures = 0  # that was a conversation, not a failed try
+                failures += 1
+                delay_s = next_delay_s(
+                    _REDIAL, failed_attempts=failures, left_s=None, rng=self._rng
+                )
+                await asyncio.sleep(delay_s or 0.0)
+
+    async def _converse(self, channel: Channel) -> None:
+        await channel.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
+        stub: Any = RolloutServiceStub(channel)  # its type knows no calls without an iterator
+        call: StreamCall = stub.ConnectEngineHost()
+        try:
+            await call.write(self._introduce())
+            _log.info("dispatcher_reached", address=self._address)
+            self._on_connected(True)
+            await _first_end(self._read(call), self._write(call))
+        finally:
+            self._on_connected(False)
+            call.cancel()
+
+    async def _read(self, call: StreamCall) -> None:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            await self._on_message(message)
+
+    async def _write(self, call: StreamCall) -> None:
+        while True:
+            await call.write(await self._outgoing())
+
+
+async def _first_end(*coroutines: Awaitable[None]) -> None:
+    """Run until one ends; cancel the others; raise what the first raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
