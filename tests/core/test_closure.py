@@ -18,7 +18,7 @@ from flexmarl.core.closure import (
 )
 from flexmarl.core.states import SampleStatus
 
-D, F, O, C, S = (
+D, F, RUN, C, S = (
     SampleStatus.DONE,
     SampleStatus.FAILED,
     SampleStatus.OPEN,
@@ -28,22 +28,22 @@ D, F, O, C, S = (
 
 CASES = [
     ("refill", 2, [D, D, D], Close),
-    ("refill", 2, [D, O, D], Wait),
-    ("refill", 2, [D, F, O], Refill),
+    ("refill", 2, [D, RUN, D], Wait),
+    ("refill", 2, [D, F, RUN], Refill),
     ("refill", 2, [D, F, D, D], Close),
     ("refill", 2, [D, F, D, F, F], Close),
     ("refill", 2, [D, F, F, F, F], Drop),
     ("refill", 0, [D, D, F], Close),
-    ("refill", 0, [D, O, F], Wait),
+    ("refill", 0, [D, RUN, F], Wait),
     ("drop_sample", 9, [D, D, F], Close),
     ("drop_sample", 9, [D, D, C], Close),
     ("drop_sample", 9, [D, F, F], Drop),
-    ("drop_sample", 9, [D, F, O], Wait),
+    ("drop_sample", 9, [D, F, RUN], Wait),
     ("drop_group", 9, [D, D, F], Drop),
-    ("drop_group", 9, [D, O, F], CancelRest),
-    ("drop_group", 9, [D, O, O], Wait),
+    ("drop_group", 9, [D, RUN, F], CancelRest),
+    ("drop_group", 9, [D, RUN, RUN], Wait),
     ("drop_group", 9, [D, S, C], Drop),
-    ("fail", 9, [D, O, F], Fail),
+    ("fail", 9, [D, RUN, F], Fail),
     ("fail", 9, [D, D, D], Close),
 ]
 

@@ -319,10 +319,10 @@ class RunCore:
     def _activate(self) -> Iterator[Effect]:
         rollout, version = self._rollout, self.version
         # One at a time: two under way could arrive in the wrong order.
-        if version is None or not rollout.is_open or rollout.activating or rollout.active == version:
-            return
-        rollout.activating = True
-        yield ActivateVersion(version=version, epoch=rollout.epoch, reason="it is committed")
+        due = rollout.is_open and not rollout.activating and rollout.active != version
+        if version is not None and due:
+            rollout.activating = True
+            yield ActivateVersion(version=version, epoch=rollout.epoch, reason="it is committed")
 
     def _batch_due(self) -> Iterator[Effect]:
         batch = self.batch
@@ -383,7 +383,7 @@ class RunCore:
             if self.version >= self._rules.num_versions:
                 if self._rollout.active == self.version:
                     yield self._finish(RunStatus.FINISHED, f"version {self.version} is committed")
-            elif self._stopping:
+            else:  # it goes without a batch only when it shall stop
                 yield self._finish(RunStatus.STOPPED, "a user stopped the run after its batch")
 
     def _finish(self, status: RunStatus, reason: str, failure: RunFailure | None = None) -> EndRun:

@@ -9,7 +9,6 @@ from flexmarl.core.ids import SampleId
 from flexmarl.core.states import SampleStatus, VoidReason
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """Meta columns of one finished vertex.

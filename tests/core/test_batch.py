@@ -1,0 +1,249 @@
+"""The rollout side of a batch: what leaves it, what comes in its place, what is left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexmarl.core.advantages import AdvantageRule
+from flexmarl.core.batch import BatchGroups, BatchRules
+from flexmarl.core.closure import ClosureRules, FailureWatch
+from flexmarl.core.ids import BatchId, SampleId
+from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, ReadRows
+from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
+from flexmarl.core.training_rows import Rewards, Row, RunFailure, SampleFact
+
+RAISED = RunFailure(reason="WORKFLOW_RAISED", message="ValueError: no")
+
+
+def batch(num_groups: int = 1, samples: int = 2, **closure: Any) -> BatchGroups:
+    groups = BatchGroups(
+        BatchId(0),
+        BatchRules(
+            num_groups=num_groups,
+            samples_per_group=samples,
+            closure=ClosureRules(**closure),
+            advantage=AdvantageRule(normalize_std=False),
+        ),
+        query_at=lambda ordinal: 100 + ordinal,
+        watch=FailureWatch(99),
+    )
+    (admit,) = groups.due()
+    assert isinstance(admit, AdmitGroups)
+    groups.admitted(admit.groups)
+    return groups
+
+
+def end(
+    groups: BatchGroups, ordinal: int, status: SampleStatus, *, group: int = 0, attempt: int = 0
+) -> SampleId:
+    sample_id = SampleId.parse(f"b000000a0-g{group:04d}-s{ordinal:03d}a{attempt}")
+    groups.sample_changed(
+        SampleFact(
+            sample_id=sample_id,
+            status=status,
+            rewards=Rewards(team=float(ordinal)) if status is SampleStatus.DONE else None,
+            failure=RAISED if status is SampleStatus.FAILED else None,
+        )
+    )
+    return sample_id
+
+
+def row(sample_id: SampleId, **more: Any) -> Row:
+    return Row(
+        vertex_id=f"{sample_id}/0:0",
+        sample_id=str(sample_id),
+        agent="solver",
+        policy="p",
+        path="0:0",
+        **more,
+    )
+
+
+def closure_of(groups: BatchGroups, *rows: Row, group: int = 0) -> CloseGroup:
+    read = groups.due()
+    assert [type(effect) for effect in read] == [ReadRows]
+    groups.rows_read(f"b000000a0-g{group:04d}", rows)
+    (close,) = groups.due()
+    assert isinstance(close, CloseGroup)
+    return close
+
+
+def test_a_group_closes_when_its_last_sample_ends() -> None:
+    groups = batch()
+    assert [str(s) for s in groups.take_startable()] == [
+        "b000000a0-g0000-s000a0",
+        "b000000a0-g0000-s001a0",
+    ]
+    first = end(groups, 0, SampleStatus.DONE)
+    assert groups.due() == []
+    assert (groups.num_samples, groups.num_samples_ended) == (2, 1)
+    second = end(groups, 1, SampleStatus.DONE)
+    close = closure_of(groups, row(first), row(second))
+    assert close.status is GroupStatus.CLOSED
+    assert [item.advantage for item in close.released] == [-0.5, 0.5]
+    assert not groups.all_terminal
+    assert groups.closed(close) == (row(first), row(second))
+    assert groups.due() == []
+    assert groups.all_terminal
+
+
+def test_rows_of_failed_and_superseded_samples_are_void() -> None:
+    groups = batch(on_sample_failure="drop_sample", samples=3)
+    dead = end(groups, 0, SampleStatus.SUPERSEDED)
+    assert str(groups.take_startable()[-1]) == "b000000a0-g0000-s000a1"
+    alive = [end(groups, 0, SampleStatus.DONE, attempt=1), end(groups, 1, SampleStatus.DONE)]
+    failed = end(groups, 2, SampleStatus.FAILED)
+    close = closure_of(
+        groups, row(dead), *map(row, alive), row(failed), row(failed, trainable=False)
+    )
+    assert [(v.row.sample_id, v.reason) for v in close.voided] == [
+        (str(dead), VoidReason.REPLAY_DIVERGED),
+        (str(failed), VoidReason.SAMPLE_FAILED),
+    ]
+    assert len(close.released) == 2
+
+
+def test_a_sample_that_is_done_without_rewards_has_no_reward() -> None:
+    groups = batch()
+    ids = [SampleId.parse(f"b000000a0-g0000-s{i:03d}a0") for i in range(2)]
+    for sample_id in ids:
+        groups.sample_changed(SampleFact(sample_id=sample_id, status=SampleStatus.DONE))
+    close = closure_of(groups, *map(row, ids))
+    assert {v.reason for v in close.voided} == {VoidReason.NO_REWARD}
+
+
+def test_news_that_is_no_news_is_left_aside() -> None:
+    groups = batch()
+    end(groups, 0, SampleStatus.DONE)
+    end(groups, 0, SampleStatus.FAILED)  # a terminal state is final
+    end(groups, 0, SampleStatus.DONE, group=7)  # of no group of this batch
+    end(groups, 1, SampleStatus.OPEN)
+    groups.groups["b000000a0-g0000"].begin((1,), attempt=1)
+    end(groups, 1, SampleStatus.SUPERSEDED)  # told late: its next attempt runs already
+    assert groups.groups["b000000a0-g0000"].current == {
+        0: SampleStatus.DONE,
+        1: SampleStatus.OPEN,
+    }
+
+
+def test_a_dropped_group_is_replaced_by_the_next_query() -> None:
+    groups = batch(on_sample_failure="drop_sample", replace_max=1)
+    failed = [end(groups, i, SampleStatus.FAILED) for i in range(2)]
+    close = closure_of(groups, *map(row, failed))
+    assert (close.status, close.drop_reason) == (GroupStatus.DROPPED, VoidReason.GROUP_DROPPED)
+    assert {v.reason for v in close.voided} == {VoidReason.SAMPLE_FAILED}
+    groups.closed(close)
+    (admit,) = groups.due()
+    assert isinstance(admit, AdmitGroups)
+    assert (admit.groups[0].query_index, admit.groups[0].replaces) == (101, "b000000a0-g0000")
+    groups.admitted(admit.groups)
+    for i in range(2):
+        end(groups, i, SampleStatus.FAILED, group=1)
+    groups.closed(closure_of(groups, group=1))
+    assert groups.due() == []
+    assert groups.all_terminal
+    assert groups.failure is None
+
+
+def test_replacements_go_one_write_at_a_time() -> None:
+    groups = batch(num_groups=2, on_sample_failure="drop_sample", samples=1)
+    for group in range(2):
+        end(groups, 0, SampleStatus.FAILED, group=group)
+    groups.due()
+    for group in range(2):
+        groups.rows_read(f"b000000a0-g{group:04d}", ())
+    first, second = groups.due()
+    assert isinstance(first, CloseGroup)
+    assert isinstance(second, CloseGroup)
+    groups.closed(first)
+    (admit,) = groups.due()
+    groups.closed(second)
+    assert groups.due() == []
+    assert not groups.all_terminal
+    assert isinstance(admit, AdmitGroups)
+    groups.admitted(admit.groups)
+    (again,) = groups.due()
+    assert isinstance(again, AdmitGroups)
+    assert again.groups[0].ordinal == 3
+
+
+def test_without_replacements_left_the_run_may_have_to_fail() -> None:
+    groups = batch(
+        on_sample_failure="drop_sample", replace_max=0, on_replace_exhausted="fail", samples=1
+    )
+    end(groups, 0, SampleStatus.FAILED)
+    groups.closed(closure_of(groups))
+    groups.due()
+    assert groups.failure is not None
+    assert groups.failure.reason == "WORKFLOW_RAISED"
+    assert "replace_exhausted" in groups.failure.message
+
+
+def test_policy_fail_ends_the_run_with_the_samples_reason() -> None:
+    groups = batch(on_sample_failure="fail")
+    end(groups, 0, SampleStatus.FAILED)
+    groups.due()
+    assert groups.failure is not None
+    assert groups.failure.message.startswith("ValueError: no")
+
+
+def test_a_sample_cut_by_nobody_has_a_reason_too() -> None:
+    groups = batch(on_sample_failure="fail")
+    end(groups, 0, SampleStatus.CANCELLED)
+    groups.due()
+    assert groups.failure is not None
+    assert groups.failure.reason == "INTERNAL"
+
+
+def test_a_flat_group_is_filtered_when_asked_for() -> None:
+    groups = batch(filter_zero_variance=True)
+    ids = [SampleId.parse(f"b000000a0-g0000-s{i:03d}a0") for i in range(2)]
+    for sample_id in ids:
+        groups.sample_changed(
+            SampleFact(sample_id=sample_id, status=SampleStatus.DONE, rewards=Rewards(team=1.0))
+        )
+    close = closure_of(groups, *map(row, ids))
+    assert close.drop_reason is VoidReason.ZERO_VARIANCE
+    assert {v.reason for v in close.voided} == {VoidReason.ZERO_VARIANCE}
+
+
+def test_what_the_dispatcher_cut_or_never_knew_counts_as_cut() -> None:
+    groups = batch(on_sample_failure="drop_group", samples=3)
+    end(groups, 0, SampleStatus.FAILED)
+    (cancel,) = groups.due()
+    assert isinstance(cancel, CancelSamples)
+    assert groups.num_terminal == 0
+    assert list(groups.open_samples()) == []
+    # It diverges before the cut arrives: it must not start again.
+    end(groups, 1, SampleStatus.SUPERSEDED)
+    assert groups.due() == []  # one cut is enough
+    groups.cut(cancel.samples)
+    assert closure_of(groups).status is GroupStatus.DROPPED
+
+
+def test_rows_that_came_too_late_have_a_reason() -> None:
+    groups = batch(on_sample_failure="drop_sample", samples=3)
+    failed = end(groups, 0, SampleStatus.FAILED)
+    done = end(groups, 1, SampleStatus.DONE)
+    end(groups, 2, SampleStatus.DONE)
+    groups.closed(closure_of(groups))
+    stranger = SampleId.parse("b000000a0-g0009-s000a0")
+    assert groups.leftover_reason(row(failed)) is VoidReason.SAMPLE_FAILED
+    assert groups.leftover_reason(row(done)) is VoidReason.REDUNDANT
+    assert groups.leftover_reason(row(stranger)) is VoidReason.GROUP_DROPPED
+
+
+def test_rows_that_came_too_late_for_a_dropped_group() -> None:
+    groups = batch(on_sample_failure="drop_group")
+    end(groups, 0, SampleStatus.FAILED)
+    done = end(groups, 1, SampleStatus.DONE)
+    groups.closed(closure_of(groups))
+    assert groups.leftover_reason(row(done)) is VoidReason.GROUP_DROPPED
+
+
+def test_a_broken_workflow_ends_the_run() -> None:
+    groups = batch()
+    for attempt in range(99):
+        groups.groups["b000000a0-g0000"].begin((0,), attempt=attempt)
+        end(groups, 0, SampleStatus.FAILED, attempt=attempt)
+    assert groups.failure == RAISED
