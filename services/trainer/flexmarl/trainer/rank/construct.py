@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,18 @@ from flexmarl.core.errors import DomainError, ErrorReason
 _ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_to_keep_fn")
 
 
+def architecture_of(model_path: Path) -> str:
+    """Returns a hash of the folder's config.json.
+
+    Raises:
+        DomainError: MODEL_INVALID when there is none.
+    """
+    try:
+        return hashlib.sha256((model_path / "config.json").read_bytes()).hexdigest()
+    except OSError as error:
+        raise _invalid(model_path, "has no readable config.json") from error
+
+
 def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
     """Reads config.json of a model folder, without running code from it.
 
@@ -23,8 +36,7 @@ def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
     """
     from transformers import AutoConfig
 
-    if not (model_path / "config.json").is_file():
-        raise _invalid(model_path, "has no config.json")
+    architecture_of(model_path)
     try:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -87,8 +85,3 @@ class Residents:
             freed = True
         if freed:
             gc.collect()  # FSDP's hooks hold cycles
-
-
-def architecture_of(model_path: Path) -> str:
-    """Returns a hash of the folder's config.json."""
-    return hashlib.sha256((model_path / "config.json").read_bytes()).hexdigest()

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.client.segments import hash_file
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.trainer.rank.construct import architecture_of
 from flexmarl.trainer.rank.frozen import FrozenWeights
 from flexmarl.trainer.rank.gradients import add_micro_batch
 from flexmarl.trainer.rank.groups import Groups, mesh_of
-from flexmarl.trainer.rank.hashing import hash_segment
 from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.model import build_sharded
 from flexmarl.trainer.rank.optimizer import step
@@ -27,7 +28,6 @@ from flexmarl.trainer.rank.residence import (
     Resident,
     Residents,
     StateKeys,
-    architecture_of,
 )
 from flexmarl.trainer.rank.segments import mapped
 from flexmarl.trainer.rank.shards import ShardedState
@@ -232,7 +232,7 @@ class RankWorker:
         weights = by_kind.get("weights")
         if weights is None or bound.rank != 0:
             return ""
-        digest = hash_segment(weights)
+        digest = hash_file(Path(weights.path), list(weights.buffers))
         seconds["hash"] += time.perf_counter() - now
         return digest
 

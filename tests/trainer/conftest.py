@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from trainer.harness import Ranks, start_ranks, write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks]:
+    async with start_ranks(2, tmp_path_factory.mktemp("segments")) as started:
+        yield started

@@ -1,0 +1,94 @@
+"""I6, E7: the sum does not depend on split, order, suspensions or ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer import reference
+from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, read, saved
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+SPLITS = {
+    "one": [40],
+    "four": [10, 10, 10, 10],
+    "uneven": [1, 17, 3, 19],
+}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
+@pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+async def test_sum_equals_one_pass_whatever_the_split(
+    ranks: Ranks, tiny_model: Path, dtype: str, members: list[int], aggregation: str
+) -> None:
+    rows = make_rows(40, seed=1)
+    config = policy_config(
+        tiny_model,
+        loss={"aggregation": aggregation, "entropy": 0.1},
+        trainer={"compute_dtype": dtype, "max_tokens_per_pass": 60},
+    )
+    policy = Policy(ranks, config, tiny_model, members)
+    await policy.bind()
+    state = await policy.export("master", "moments")
+    lm = reference.build(tiny_model, read(state["master"]), getattr(torch, dtype))
+    expected = reference.gradient(lm, rows, aggregation=aggregation, entropy=0.1)
+
+    for name, split in SPLITS.items():
+        for order in (1, -1):
+            cuts = np.split(np.arange(40), np.cumsum(split)[:-1])[::order]
+            await policy.bind(saved(state["master"], state["moments"]))
+            for number, cut in enumerate(cuts):
+                replies = await policy.add([rows[index] for index in cut], f"m{number}")
+                assert all(reply.finite for reply in replies)
+                tokens = sum(len(rows[index].response) for index in cut)
+                assert sum(reply.num_tokens for reply in replies) == tokens
+            got = flat((await policy.export("gradients"))["gradients"])
+            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+            assert error <= TOLERANCE[dtype], (name, order, error)
+
+
+async def test_suspending_and_changing_the_ranks_between_micro_batches_changes_nothing(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    rows = make_rows(30, seed=2)
+    config = policy_config(tiny_model, trainer={"compute_dtype": "float64"})
+    placements = [[0], [1, 0], [1]]
+    policies = [Policy(ranks, config, tiny_model, members) for members in placements]
+    await policies[0].bind()
+    state = await policies[0].export("master", "moments")
+    lm = reference.build(tiny_model, read(state["master"]), torch.float64)
+    expected = reference.gradient(lm, rows, aggregation="token_mean", entropy=0.0)
+
+    carried = [state["master"], state["moments"]]
+    for policy, start in zip(policies, (0, 10, 20), strict=True):
+        await policy.bind(saved(*carried))
+        await policy.add(rows[start : start + 10])
+        carried[2:] = [(await policy.export("gradients"))["gradients"]]
+        await policy.unbind()
+
+    got = flat(carried[2])
+    assert np.linalg.norm(got - expected) <= 1e-10 * np.linalg.norm(expected)
+
+
+async def test_state_of_two_ranks_loads_on_one_and_back_bit_for_bit(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    config = policy_config(tiny_model, optimizer={"lr": 0.01})
+    two = Policy(ranks, config, tiny_model, [0, 1])
+    await two.bind()
+    await two.add(make_rows(8))
+    targets, _ = await two.apply(8.0)
+    first = {kind: flat(segment) for kind, segment in targets.items()}
+    assert np.any(first["moments"])
+
+    for members in ([1], [1, 0], [0]):
+        policy = Policy(ranks, config, tiny_model, members)
+        await policy.bind(saved(targets["master"], targets["moments"]))
+        again = await policy.export("weights", "master", "moments")
+        for kind, values in first.items():
+            assert np.array_equal(flat(again[kind]), values), (members, kind)

@@ -1,0 +1,247 @@
+"""What a worker does with odd micro-batches, with policies that take turns, with a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer import reference
+from trainer.harness import (
+    Policy,
+    Ranks,
+    Row,
+    flat,
+    make_rows,
+    policy_config,
+    read,
+    saved,
+    write_model,
+)
+
+from flexmarl.core.errors import DomainError, ErrorReason
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+MEMBERS = pytest.mark.parametrize("members", [[0], [0, 1]], ids=["one_rank", "two_ranks"])
+
+
+@MEMBERS
+async def test_a_gradient_that_is_not_finite_is_dropped_whole_on_all_ranks(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await policy.bind()
+    rows = make_rows(6)
+    await policy.add(rows)
+    before = flat((await policy.export("gradients"))["gradients"])
+
+    bad = [*rows[:5], replace(rows[5], advantage=math.inf)]
+    replies = await policy.add(bad, "bad")
+    assert [reply.finite for reply in replies] == [False] * len(members)
+    after = flat((await policy.export("gradients"))["gradients"])
+    assert np.array_equal(before, after)
+
+    assert (await policy.add(rows, "again"))[0].finite
+    twice = flat((await policy.export("gradients"))["gradients"])
+    assert np.allclose(twice, 2 * before, rtol=1e-5, atol=1e-7)
+
+
+@MEMBERS
+async def test_a_micro_batch_without_sampled_tokens_changes_nothing(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await policy.bind()
+    await policy.add(make_rows(6))
+    before = flat((await policy.export("gradients"))["gradients"])
+    silent = [Row([1, 2, 3], [], [], advantage=5.0) for _ in range(3)]
+    replies = await policy.add(silent, "silent")
+    assert all(reply.finite and reply.num_tokens == 0 for reply in replies)
+    assert np.array_equal(before, flat((await policy.export("gradients"))["gradients"]))
+
+
+async def test_one_row_on_two_ranks_runs_a_pass_of_weight_zero(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    row = make_rows(1)
+    sums = []
+    for members in ([0], [0, 1]):
+        policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+        await policy.bind()
+        await policy.add(row)
+        sums.append(flat((await policy.export("gradients"))["gradients"]))
+    assert np.allclose(sums[0], sums[1], rtol=1e-5, atol=1e-7)
+
+
+@MEMBERS
+async def test_a_token_outside_of_the_vocabulary_is_refused_and_nothing_is_added(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await policy.bind()
+    await policy.add(make_rows(2))
+    before = flat((await policy.export("gradients"))["gradients"])
+    with pytest.raises(DomainError) as caught:
+        await policy.add([Row([1], [7], [-1.0], advantage=1.0)], "mb-7")
+    assert caught.value.reason is ErrorReason.INVALID_ARGUMENT
+    assert "mb-7" in caught.value.message
+    assert np.array_equal(before, flat((await policy.export("gradients"))["gradients"]))
+
+
+async def test_policies_that_take_turns_on_a_slot_never_touch_each_other(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    """Both share one module; each alternating run must equal the run that had the slot alone."""
+    config = policy_config(tiny_model, optimizer={"lr": 0.01})
+    rows = {3: make_rows(8, seed=3), 4: make_rows(8, seed=4)}
+
+    async def alone(seed: int) -> np.ndarray:
+        policy = Policy(ranks, config, tiny_model, [0], seed=seed)
+        await policy.bind()
+        await policy.add(rows[seed][:4], "a")
+        await policy.add(rows[seed][4:], "b")
+        targets, _ = await policy.apply(10.0)
+        return np.concatenate([flat(targets["master"]), flat(targets["moments"])])
+
+    expected = {seed: await alone(seed) for seed in (3, 4)}
+    policies = {seed: Policy(ranks, config, tiny_model, [0], seed=seed) for seed in (3, 4)}
+    held = {}
+    for seed, policy in policies.items():
+        await policy.bind()
+        held[seed] = await policy.export("master", "moments")
+    for half in (slice(0, 4), slice(4, 8)):
+        for seed, policy in policies.items():
+            await policy.bind(saved(*held[seed].values()))
+            await policy.add(rows[seed][half])
+            held[seed] |= await policy.export("gradients")
+            await policy.unbind()
+    for seed, policy in policies.items():
+        await policy.bind(saved(*held[seed].values()))
+        targets, _ = await policy.apply(10.0)
+        got = np.concatenate([flat(targets["master"]), flat(targets["moments"])])
+        assert np.array_equal(got, expected[seed])
+
+
+@MEMBERS
+async def test_the_step_is_adamw_on_the_mean_clipped_gradient(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    optimizer = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1, "max_grad_norm": 0.05}
+    config = policy_config(tiny_model, optimizer=optimizer, trainer={"compute_dtype": "float64"})
+    policy = Policy(ranks, config, tiny_model, members)
+    await policy.bind()
+    start = await policy.export("master", "moments")
+    lm = reference.build(tiny_model, read(start["master"]), torch.float64)
+    parameters = dict(lm.named_parameters())
+    first = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    second = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    for update in range(3):
+        rows = make_rows(8, seed=10 + update)
+        tokens = sum(len(row.response) for row in rows)
+        reference.gradient(lm, rows, aggregation="token_mean", entropy=0.0)
+        for parameter in parameters.values():
+            parameter.grad /= tokens
+        norm = torch.cat([value.grad.ravel() for value in parameters.values()]).norm()
+        with torch.no_grad():
+            for name, value in parameters.items():  # arXiv 1711.05101, algorithm 2
+                grad = value.grad * (0.05 / norm)
+                first[name] = 0.9 * first[name] + 0.1 * grad
+                second[name] = 0.99 * second[name] + 0.01 * grad**2
+                mean = first[name] / (1 - 0.9 ** (update + 1))
+                spread = (second[name] / (1 - 0.99 ** (update + 1))).sqrt() + 1e-8
+                value -= 0.02 * (mean / spread + 0.1 * value)
+
+        await policy.add(rows)
+        targets, written = await policy.apply(tokens, num_updates=update)
+        assert written.metrics["grad_norm"] > 0.05
+        got = read(targets["master"])
+        for name, parameter in parameters.items():
+            assert np.allclose(got[name], parameter.detach().numpy(), rtol=1e-6, atol=1e-9), name
+    assert written.weights_hash.startswith("sha256:")
+
+
+async def test_an_apply_of_nothing_leaves_the_weights(ranks: Ranks, tiny_model: Path) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0])
+    await policy.bind()
+    start = await policy.export("master", "moments")
+    targets, written = await policy.apply(0.0)
+    assert written.metrics["skipped"] == 1.0
+    assert np.array_equal(flat(targets["master"]), flat(start["master"]))
+
+
+async def test_random_weights_are_the_librarys_own_draw_and_follow_the_seed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = write_model(tmp_path / "m", tie_word_embeddings=False)
+    policy = Policy(ranks, policy_config(model), model, [0], seed=11)
+    await policy.bind()
+    got = read((await policy.export("master"))["master"])
+    torch.manual_seed(11)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    expected = {name: value.detach().numpy() for name, value in lm.named_parameters()}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(got[name], value), name
+    await replace(policy, seed=12).bind()
+    assert not np.array_equal(flat((await policy.export("master"))["master"]), flat_of(expected))
+
+
+def flat_of(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([value.ravel() for _, value in sorted(tensors.items())])
+
+
+async def test_pretrained_weights_come_from_the_folder(ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = write_model(tmp_path / "m")
+    torch.manual_seed(5)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    lm.save_pretrained(model)
+    config = policy_config(model, model={"path": str(model), "init": "pretrained"})
+    policy = Policy(ranks, config, model, [1, 0])
+    await policy.bind()
+    got = read((await policy.export("master"))["master"])
+    for name, value in lm.named_parameters():
+        assert np.array_equal(got[name], value.detach().numpy()), name
+
+
+@pytest.mark.parametrize("broken", ["no_folder", "no_weights", "not_json"])
+async def test_a_bad_model_folder_is_named(ranks: Ranks, tmp_path: Path, broken: str) -> None:
+    model = tmp_path / "bad-model"
+    if broken != "no_folder":
+        write_model(model)
+    if broken == "not_json":
+        (model / "config.json").write_text("{")
+    config = policy_config(model, model={"path": str(model), "init": "pretrained"})
+    with pytest.raises(DomainError, match="bad-model") as caught:
+        await Policy(ranks, config, model, [0]).bind()
+    assert caught.value.reason is ErrorReason.MODEL_INVALID
+
+
+async def test_a_frozen_policy_only_gives_weights(ranks: Ranks, tiny_model: Path) -> None:
+    trained = Policy(ranks, policy_config(tiny_model), tiny_model, [0])
+    await trained.bind()
+    expected = flat((await trained.export("weights"))["weights"])
+    frozen = Policy(ranks, policy_config(tiny_model, kind="frozen"), tiny_model, [0])
+    await frozen.bind()
+    assert np.array_equal(flat((await frozen.export("weights"))["weights"]), expected)
+
+
+async def test_bfloat16_compute_keeps_float32_masters_and_finite_gradients(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    sums = {}
+    for dtype in ("float32", "bfloat16"):
+        config = policy_config(tiny_model, trainer={"compute_dtype": dtype})
+        policy = Policy(ranks, config, tiny_model, [0, 1])
+        await policy.bind()
+        assert (await policy.add(make_rows(16)))[0].finite
+        sums[dtype] = flat((await policy.export("gradients"))["gradients"])
+    gap = np.linalg.norm(sums["bfloat16"] - sums["float32"]) / np.linalg.norm(sums["float32"])
+    assert 1e-6 < gap < 0.1
