@@ -27,13 +27,13 @@ NAME ?= all
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## Create .venv with everything in it (about two minutes, once)
+setup: $(STAMP) ## Create .venv with everything in it (a few minutes, once)
 
 $(STAMP): pyproject.toml
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 is needed: install it, or pass PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11: pass PYTHON=..." >&2; exit 1; }
-	@echo "Setting up $(VENV): about two minutes, once"
+	@echo "Setting up $(VENV): a few minutes, once"
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --progress-bar off -e ".[all,dev]" \
 	  | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c -100
