@@ -1,0 +1,88 @@
+"""One step of the GSM8K example: three real language models, four services, one device slot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = ("solver", "verifier", "refiner")
+MEMORY_BOUND_BYTES = 16 << 30
+
+
+def dataset() -> Path:
+    """GSM8K where it is; else a few questions of the same form."""
+    path = Path(os.environ.get("FLEXMARL_GSM8K_DATA", ""))
+    return path if path.is_file() else Path(__file__).with_name("questions.jsonl")
+
+
+def memory_of_tree(process: psutil.Process) -> int:
+    """Proportional set size of a process and all below it: shared pages count once."""
+    total = 0
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            total += member.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total
+
+
+@pytest.mark.real
+@pytest.mark.timeout(900)
+def test_one_step_on_real_models(tmp_path: Path) -> None:
+    model = Path(os.environ["FLEXMARL_GSM8K_MODEL"])
+    command = [
+        str(Path(sys.executable).with_name("flexmarl")),
+        "train",
+        "examples/gsm8k/config.toml",
+        f"--out={tmp_path / 'runs'}",
+        f"--data-dir={tmp_path / 'cluster'}",
+        "--run-id=gsm8k",
+        "--set=versions=1",
+        f'--set=dataset.path="{dataset()}"',
+        *(f'--set=policies.{name}.model.path="{model}"' for name in POLICIES),
+    ]
+    peak = 0
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    watched = psutil.Process(process.pid)
+    try:
+        while process.poll() is None:
+            peak = max(peak, memory_of_tree(watched))
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    reader.join(10)
+    assert process.returncode == 0, "".join(lines[-50:])
+    assert 0 < peak <= MEMORY_BOUND_BYTES
+
+    folder = tmp_path / "runs/gsm8k"
+    (numbers,) = (json.loads(line) for line in (folder / "metrics.jsonl").open())
+    assert all(math.isfinite(v) for v in numbers.values() if isinstance(v, int | float))
+    assert math.isfinite(numbers["team_reward"])
+    base = load_file(model / "model.safetensors")
+    for name in POLICIES:
+        assert numbers[f"rows_consumed/{name}"] + numbers[f"rows_void/{name}"] == 8
+        trained = load_file(folder / "policies" / name / "model.safetensors")
+        changed = [key for key, tensor in trained.items() if not torch.equal(tensor, base[key])]
+        assert changed, f"{name}: no weight changed"
+        assert all(tensor.isfinite().all() for tensor in trained.values())
