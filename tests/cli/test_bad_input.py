@@ -1,4 +1,4 @@
-"""Bad input: one line that names the key, file or agent; exit code 2; nothing started or written."""
+"""Bad input: one line that names key, file or agent; exit code 2; nothing started or written."""
 
 from __future__ import annotations
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flexmarl.cli.clients import Clients
 from flexmarl.cli.cluster.attach import parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import ENGINE_HOST, ClusterSettings, plan_services
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.preflight.run import check_run, load_run_config
 from flexmarl.cli.progress.outputs import check_new
-from flexmarl.cli.session import Job, run_job
-from flexmarl.client.runs import RunSource, store_run
 from flexmarl.core.ids import check_name
-from flexmarl.runtime.run_config import RunConfig
 
 
 def train(
@@ -51,44 +45,17 @@ def train(
         raise CliError("--service-set: only for a cluster that this command starts; drop --cluster")
     plan_services(cluster_folder, settings)
     check_run(config, max_engines=settings.value(ENGINE_HOST, "max_engines") or 0)
-    source = RunSource(
-        run_id=run_id,
-        config_json=config.model_dump_json().encode(),
-        portable_config_json=_without_paths(config),
-        package=config.workflow.package,
-        # What earlier runs left is no part of the workflow, and models travel by themselves.
-        exclude=(folder.parent, cluster_folder.path, *_models(config).values()),
-        dataset=config.dataset.path,
-        models=_models(config),
-    )
+    # Imported after the checks: bad input is told at once, and gRPC takes its time.
+    from flexmarl.cli.launch import launch
 
-    async def begin(clients: Clients) -> RunConfig:
-        await store_run(clients.store, source, shards=[clients.home_shard])
-        await clients.orchestrator.submit_run(run_id, home_shard=clients.home_shard)
-        return config
-
-    job = Job(
-        run_id=run_id,
+    return launch(
+        run_id,
+        config,
         folder=folder,
         cluster_folder=cluster_folder,
         settings=settings,
         addresses=addresses,
-        begin=begin,
     )
-    return asyncio.run(run_job(job))
-
-
-def _models(config: RunConfig) -> dict[str, Path]:
-    return {name: policy.model.path for name, policy in config.policies.items()}
-
-
-def _without_paths(config: RunConfig) -> bytes:
-    """The configuration as the content hash sees it: files count by content, not by place."""
-    data = config.model_dump(mode="json")
-    data["workflow"]["package"] = data["dataset"]["path"] = ""
-    for policy in data["policies"].values():
-        policy["model"]["path"] = ""
-    return json.dumps(data, sort_keys=True).encode()
 
 
 def _new_run_id(name: str) -> str:

@@ -1,0 +1,66 @@
+"""Training a checked run: what is stored of it, and how it is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from flexmarl.cli.clients import Clients
+from flexmarl.cli.cluster.attach import Addresses
+from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.plan import ClusterSettings
+from flexmarl.cli.session import Job, run_job
+from flexmarl.client.runs import RunSource, store_run
+from flexmarl.runtime.run_config import RunConfig
+
+
+def launch(
+    run_id: str,
+    config: RunConfig,
+    *,
+    folder: Path,
+    cluster_folder: ClusterFolder,
+    settings: ClusterSettings,
+    addresses: Addresses | None,
+) -> int:
+    """Store, submit and follow a run; returns the exit code.
+
+    Raises:
+        CliError: What was started failed.
+    """
+    models = {name: policy.model.path for name, policy in config.policies.items()}
+    source = RunSource(
+        run_id=run_id,
+        config_json=config.model_dump_json().encode(),
+        portable_config_json=_without_paths(config),
+        package=config.workflow.package,
+        # What runs leave is no part of the workflow, and models travel by themselves.
+        exclude=(folder, folder.parent, cluster_folder.path, *models.values()),
+        dataset=config.dataset.path,
+        models=models,
+    )
+
+    async def begin(clients: Clients) -> RunConfig:
+        await store_run(clients.store, source, shards=[clients.home_shard])
+        await clients.orchestrator.submit_run(run_id, home_shard=clients.home_shard)
+        return config
+
+    job = Job(
+        run_id=run_id,
+        folder=folder,
+        cluster_folder=cluster_folder,
+        settings=settings,
+        addresses=addresses,
+        begin=begin,
+    )
+    return asyncio.run(run_job(job))
+
+
+def _without_paths(config: RunConfig) -> bytes:
+    """The configuration as the content hash sees it: files count by content, not by place."""
+    data = config.model_dump(mode="json")
+    data["workflow"]["package"] = data["dataset"]["path"] = ""
+    for policy in data["policies"].values():
+        policy["model"]["path"] = ""
+    return json.dumps(data, sort_keys=True).encode()

@@ -1,0 +1,129 @@
+"""What a person sees of a run, and what its folder holds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from cli.recorded import message, report
+from rich.console import Console
+
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.progress.live import LiveView, render
+from flexmarl.cli.progress.outputs import RunOutputs, check_new, summary
+from flexmarl.cli.progress.plain import PlainView
+from flexmarl.cli.progress.report import numbers_of
+from flexmarl.runtime.run_config import RunConfig
+
+
+def run_config() -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "x",
+            "versions": 2,
+            "workflow": {"entry": "a:b", "reward": "a:c"},
+            "dataset": {"path": "q.jsonl"},
+            "batch": {"groups": 1, "samples_per_group": 2},
+            "agents": {"sorter": {"policy": "sorter"}},
+            "policies": {"sorter": {"model": {"path": "m"}}},
+        }
+    )
+
+
+def test_plain_lines_of_a_recorded_run():
+    lines: list[str] = []
+    with PlainView(lines.append) as view:
+        view.say("starting the cluster ...")
+        view.update(message(stage="starting", waits=("splitter-0: importing", "slot0: warming")))
+        view.update(message(stage="starting", waits=("splitter-0: importing", "slot0: warming")))
+        view.update(message(waits=("8 samples",)))
+        view.update(message(report(0, 0.125), report(1, 0.25)))
+        view.update(message())
+    assert lines == [
+        "starting the cluster ...",
+        "waiting for: splitter-0: importing; slot0: warming",
+        "version 0/60  team 0.125  sorter 0.062  step 1.25 s (rollout 0.75, training 0.50)  "
+        "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
+        "version 1/60  team 0.250  sorter 0.125  step 1.25 s (rollout 0.75, training 0.50)  "
+        "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
+    ]
+
+
+def test_the_screen_shows_what_matters():
+    console = Console(width=140, record=True, force_terminal=False)
+    history = [numbers_of(report(0, 0.125)), numbers_of(report(1, 0.25))]
+    progress = message(waits=("8 samples of sorter",)).progress
+    console.print(render(progress, history, elapsed_s=12.0))
+    text = console.export_text()
+    for part in (
+        "quickstart-1  version 2/60  rollout  groups 1/4  samples 5/32 (69 seen)  12 s",
+        "0.250",  # team reward now
+        "▁█",  # its curve
+        "sorter-0 v2 serving 80%",
+        "slot0: sorter gradients",
+        "slot1: free",
+        "rollout 0.75",
+        "3000 tokens/s",
+        "rollout 50% busy",
+        "waits for: 8 samples of sorter",
+    ):
+        assert part in text, text
+    row = next(line for line in text.splitlines() if "sorter-0 v2" in line)
+    assert row.split()[:4] == ["sorter", "7", "9", "12"]
+
+
+def test_the_live_view_ends_with_the_last_state(capsys):
+    console = Console(width=140, force_terminal=True)
+    with LiveView(console) as view:
+        view.update(message(report(0, 0.125)))
+        view.say("meg_store: serves again")
+    said = capsys.readouterr().out
+    assert "meg_store: serves again" in said
+    assert said.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_a_run_folder_grows_with_the_run(tmp_path):
+    outputs = RunOutputs(tmp_path / "runs" / "x")
+    outputs.open(run_config())
+    outputs.add(numbers_of(report(0, 0.125)))
+    first = json.loads(outputs.metrics_file.read_text())  # flushed: readable before the end
+    assert first["version"] == 0
+    assert first["team_reward"] == 0.125
+    assert first["reward/sorter"] == 0.0625
+    assert first["tokens_per_s/sampled"] == 3000
+    assert first["utilisation/rollout"] == 0.5
+    assert first["step/training"] == 0.5
+    assert (first["rows_consumed/sorter"], first["rows_void/sorter"]) == (8, 2)
+    assert all(math.isfinite(value) for value in first.values())
+    outputs.add(numbers_of(report(0, 0.125)))  # a report that is sent again counts once
+    outputs.add(numbers_of(report(1, 0.5)))
+    outputs.close()
+    assert [json.loads(line)["version"] for line in outputs.metrics_file.open()] == [0, 1]
+    assert RunConfig.model_validate_json(outputs.config_file.read_text()) == run_config()
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    outputs = RunOutputs(tmp_path)
+    outputs.open(run_config())
+    outputs.add(numbers_of(report(0, 0.125)))
+    assert outputs.plot() == outputs.plot_file
+    assert outputs.plot_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_versions_has_no_plot(tmp_path):
+    outputs = RunOutputs(tmp_path)
+    assert outputs.plot() is None
+    assert summary(outputs.history) == ["no version was finished"]
+
+
+def test_the_summary_compares_start_and_end():
+    history = [numbers_of(report(version, version / 10)) for version in range(8)]
+    lines = summary(history)
+    assert lines[0] == "reward team: 0.000 at version 0, 0.500 over the last 5"
+    assert lines[-1] == "rows: 64 trained on, 16 void"
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path):
+    with pytest.raises(CliError, match="exists already"):
+        check_new(tmp_path)
