@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Store(Protocol):
         """Download an object into a file."""
         ...
 
-    async def open_segment(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
+    def open_segment(self, run_id: str, key: str, *, holder: str) -> Awaitable[SegmentReader]:
         """A sealed segment under a lease."""
         ...
 

@@ -1,0 +1,219 @@
+"""An engine host with real engine processes, a real stream, and an engine that answers at once."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+from rollout.engines.engine_kit import request
+from rollout.host.host_kit import (
+    FakeDispatcher,
+    make_load,
+    make_plan,
+    publish_nothing,
+    running_host,
+)
+
+from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+
+
+@pytest.fixture
+async def dispatcher():
+    dispatcher = FakeDispatcher()
+    await dispatcher.start()
+    yield dispatcher
+    await dispatcher.stop()
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    return folder
+
+
+def ask(name: str, instance_id: str = "p-0", **changes) -> pb.GenerateRequest:
+    asked = request(name, [1, 2], **changes)
+    asked.instance_id = instance_id
+    return asked
+
+
+async def serve(dispatcher, store, model, *names: str, version: int = 0) -> None:
+    """Plan instances and bring them to serve a version."""
+    dispatcher.send(plan=make_plan(store, model, *names))
+    for name in names:
+        await dispatcher.until_state(name, pb.INSTANCE_STATE_EMPTY)
+    ref = publish_nothing(store, f"v{version}")
+    dispatcher.send(loads=[make_load(ref, *names, version=version, weights_hash=f"h{version}")])
+    for name in names:
+        await dispatcher.until_state(name, pb.INSTANCE_STATE_SERVING, version=version)
+
+
+async def test_instances_start_load_serve_and_stop(dispatcher, store, model, tmp_path):
+    async with running_host(dispatcher, tmp_path, max_engines=3) as host:
+        await dispatcher.until(lambda: bool(dispatcher.hellos))
+        hello = dispatcher.hellos[0]
+        assert (hello.host_id, hello.max_instances, len(hello.instances)) == ("h0", 3, 0)
+        assert hello.incarnation and host.ready_history == [True]
+        await serve(dispatcher, store, model, "p-0", "p-1")
+        assert not list(store.glob("*.lease.*"))
+        pids = {name: dispatcher.statuses[name].pid for name in ("p-0", "p-1")}
+        assert all(psutil.pid_exists(pid) for pid in pids.values())
+        requests = [ask(f"a{i}", f"p-{i % 2}", seed=i) for i in range(500)]
+        dispatcher.send(requests=requests)
+        await dispatcher.until(lambda: len(dispatcher.results) == 500)
+        result = dispatcher.results["a7"]
+        assert list(result.tokens) == [7, 8, 9, 10, 11, 12]
+        assert (result.version, result.weights_hash, result.instance_id) == (0, "h0", "p-1")
+        dispatcher.send(plan=make_plan(store, model, "p-1"))
+        await asyncio.to_thread(psutil.Process(pids["p-0"]).wait, 10)
+        dispatcher.send(requests=[ask("late"), ask("fine", "p-1")])
+        await dispatcher.until(lambda: {"late", "fine"} <= dispatcher.results.keys())
+        assert dispatcher.results["late"].failure.reason == "NOT_READY"
+        assert dispatcher.results["late"].infrastructure
+        assert not dispatcher.results["fine"].HasField("failure")
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+async def test_wrong_requests_are_refused_by_name(dispatcher, store, model, tmp_path):
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0", version=4)
+        foreign = ask("foreign", version=4)
+        foreign.policy = "other"
+        dispatcher.send(requests=[ask("old", version=3), foreign, ask("none", "p-9")])
+        await dispatcher.until(lambda: len(dispatcher.results) == 3)
+        reasons = {name: r.failure.reason for name, r in dispatcher.results.items()}
+        assert reasons == {
+            "old": "WEIGHTS_MISMATCH",
+            "foreign": "WEIGHTS_MISMATCH",
+            "none": "NOT_READY",
+        }
+        assert all(result.infrastructure for result in dispatcher.results.values())
+
+
+async def test_a_killed_engine_fails_its_attempts_and_comes_back_with_its_weights(
+    dispatcher, store, model, tmp_path
+):
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0", "p-1", version=2)
+        pid = dispatcher.statuses["p-0"].pid
+        os.kill(pid, signal.SIGSTOP)  # so that the attempts are surely in progress
+        dispatcher.send(requests=[ask(f"a{i}", f"p-{i % 2}", version=2) for i in range(10)])
+        await dispatcher.until(lambda: len(dispatcher.results) == 5)
+        os.kill(pid, signal.SIGKILL)
+        await dispatcher.until(lambda: len(dispatcher.results) == 10)
+        for i in range(10):
+            result = dispatcher.results[f"a{i}"]
+            assert result.failure.reason == ("CHILD_DIED" if i % 2 == 0 else "")
+            assert result.infrastructure == (i % 2 == 0)
+        dispatcher.history.clear()
+        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=2)
+        assert status.pid not in (0, pid) and status.num_restarts == 1
+        assert status.weights_hash == "h2"
+        assert (dispatcher.statuses["p-1"].num_restarts, len(dispatcher.hellos)) == (0, 1)
+        dispatcher.send(requests=[ask("again", version=2)])
+        await dispatcher.until(lambda: "again" in dispatcher.results)
+        assert len(dispatcher.results["again"].tokens) == 6
+
+
+async def test_results_go_out_again_until_they_are_stored(dispatcher, store, model, tmp_path):
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0")
+        dispatcher.acknowledge = False
+        dispatcher.send(requests=[ask(f"a{i}") for i in range(5)])
+        await dispatcher.until(lambda: len(dispatcher.results) == 5)
+        await dispatcher.stop()
+        dispatcher.results.clear()
+        await dispatcher.start()
+        await dispatcher.until(lambda: len(dispatcher.results) == 5)
+        hello = dispatcher.hellos[-1]
+        assert sorted(hello.attempt_ids) == [f"a{i}" for i in range(5)]
+        assert hello.incarnation == dispatcher.hellos[0].incarnation
+        assert hello.instances[0].state == pb.INSTANCE_STATE_SERVING
+        # A repeated request is not run a second time, and what is stored is forgotten.
+        count = dispatcher.num_results
+        dispatcher.send(requests=[ask("a0")], stored=["a1", "unknown"])
+        dispatcher.send(requests=[ask("b")])
+        await dispatcher.until(lambda: "b" in dispatcher.results)
+        assert dispatcher.num_results == count + 1
+        await dispatcher.stop()
+        await dispatcher.start()
+        await dispatcher.until(lambda: len(dispatcher.hellos) == 3)
+        assert sorted(dispatcher.hellos[-1].attempt_ids) == ["a0", "a2", "a3", "a4", "b"]
+
+
+async def test_attempts_end_at_their_deadline_and_late_answers_are_dropped(
+    dispatcher, store, model, tmp_path
+):
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0")
+        pid = dispatcher.statuses["p-0"].pid
+        os.kill(pid, signal.SIGSTOP)
+        slow = ask("slow")
+        slow.timeout_ms = 50
+        dispatcher.send(requests=[slow])
+        await dispatcher.until(lambda: "slow" in dispatcher.results)
+        result = dispatcher.results["slow"]
+        assert result.failure.reason == "DEADLINE_EXCEEDED" and not result.infrastructure
+        os.kill(pid, signal.SIGCONT)
+        dispatcher.send(requests=[ask("next")])
+        await dispatcher.until(lambda: "next" in dispatcher.results)
+        assert dispatcher.num_results == 2
+
+
+async def test_a_model_that_is_not_there_is_named(dispatcher, store, model, tmp_path):
+    plan = make_plan(store, model, "p-0")
+    plan.instances[0].model_hash = "sha256:other"
+    async with running_host(dispatcher, tmp_path):
+        dispatcher.send(plan=plan)
+        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_DEAD)
+        assert status.failure.reason == "RUN_NOT_FOUND"  # the store was asked for its archive
+        plan.instances[0].model_hash = make_plan(store, model, "x").instances[0].model_hash
+        plan.instances[0].engine = "vllm"
+        dispatcher.send(plan=plan)
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].failure.reason == "NOT_BUILT")
+
+
+async def test_weights_that_are_not_there_are_named_and_asked_for_again(
+    dispatcher, store, model, tmp_path
+):
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0")
+        ref = publish_nothing(store, "v1")
+        (store / "v1.view").rename(store / "hidden")
+        load = make_load(ref, "p-0", version=1, weights_hash="h1")
+        dispatcher.send(loads=[load])
+        await dispatcher.until(
+            lambda: dispatcher.statuses["p-0"].failure.reason == "SEGMENT_NOT_FOUND"
+        )
+        assert dispatcher.statuses["p-0"].version == 0
+        assert dispatcher.statuses["p-0"].state == pb.INSTANCE_STATE_SERVING
+        (store / "hidden").rename(store / "v1.view")
+        dispatcher.send(loads=[load])
+        await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=1)
+
+
+async def test_a_full_book_refuses_and_keeps_no_refusals(
+    dispatcher, store, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("flexmarl.rollout.host.app.MAX_ATTEMPTS", 10)
+    async with running_host(dispatcher, tmp_path):
+        await serve(dispatcher, store, model, "p-0")
+        dispatcher.acknowledge = False
+        dispatcher.send(requests=[ask(f"a{i:02}") for i in range(15)])
+        await dispatcher.until(lambda: len(dispatcher.results) == 15)
+        refused = [n for n, r in dispatcher.results.items() if r.failure.reason == "QUEUE_FULL"]
+        assert sorted(refused) == [f"a{i}" for i in range(10, 15)]
+        await dispatcher.stop()
+        await dispatcher.start()
+        await dispatcher.until(lambda: len(dispatcher.hellos) == 2)
+        assert len(dispatcher.hellos[-1].attempt_ids) == 10
