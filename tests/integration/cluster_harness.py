@@ -1,0 +1,150 @@
+"""Drives a real local cluster through the command line, and looks at it from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+FLEXMARL = [str(Path(sys.executable).with_name("flexmarl"))]
+QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/config.toml"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A shortened quickstart."""
+
+    versions: int = 4
+    groups: int = 8
+    samples: int = 4
+    calls: int = 4
+
+    @property
+    def vertices(self) -> int:
+        """Agent calls of one batch."""
+        return self.groups * self.samples * self.calls
+
+    def overrides(self) -> list[str]:
+        """Arguments of `flexmarl train`."""
+        sets = {
+            "versions": self.versions,
+            "batch.groups": self.groups,
+            "batch.samples_per_group": self.samples,
+            **{
+                f"policies.{p}.trainer.micro_batch_rows": 16
+                for p in ("splitter", "sorter", "merger")
+            },
+        }
+        return [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+
+
+def run_cli(*args: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end."""
+    return subprocess.run(
+        [*FLEXMARL, *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200", **env},
+    )
+
+
+class Cluster:
+    """`flexmarl up` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: dict[int, float] = {}
+
+    def up(self) -> None:
+        done = run_cli("up", "--data-dir", str(self.folder), "--slots", "2", timeout_s=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.note_processes()
+
+    def down(self) -> None:
+        self.note_processes()
+        done = run_cli("down", "--data-dir", str(self.folder), timeout_s=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.folder / "cluster.json").read_text())
+
+    def pid(self, service: str) -> int:
+        return int(self.state["services"][service]["pid"])
+
+    def address(self, service: str) -> str:
+        return str(self.state["services"][service]["address"])
+
+    def note_processes(self) -> None:
+        """Remembers all processes of the cluster, to ask later whether they are gone."""
+        supervisor = psutil.Process(int(self.state["pid"]))
+        for process in [supervisor, *supervisor.children(recursive=True)]:
+            try:
+                self.seen[process.pid] = process.create_time()
+            except psutil.NoSuchProcess:
+                continue
+
+    def survivors(self) -> list[str]:
+        """Processes of the cluster that still live."""
+        alive = []
+        for pid, created in self.seen.items():
+            try:
+                process = psutil.Process(pid)
+                if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"{pid} {' '.join(process.cmdline())[:100]}")
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+    def train(self, run_id: str, size: Size, out: Path) -> subprocess.Popen[str]:
+        """Starts a run and returns its client process."""
+        return subprocess.Popen(
+            [
+                *FLEXMARL,
+                "train",
+                str(QUICKSTART),
+                "--cluster",
+                str(self.folder),
+                "--run-id",
+                run_id,
+                "--out",
+                str(out),
+                *size.overrides(),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+        )
+
+
+def kill(pid: int) -> None:
+    """kill -9 of one process that this test started."""
+    os.kill(pid, signal.SIGKILL)
+
+
+async def eventually(
+    condition: Callable[[], Any], *, what: str, timeout_s: float = 60.0, every_s: float = 0.05
+) -> Any:
+    """Waits until `condition` returns something true, and returns it."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        result = condition()
+        if asyncio.iscoroutine(result):
+            result = await result
+        if result:
+            return result
+        await asyncio.sleep(every_s)
+    raise AssertionError(f"waited {timeout_s} s in vain for {what}")

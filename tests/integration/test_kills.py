@@ -1,0 +1,137 @@
+"""`kill -9` of every kind of process in mid-run (I12): the counts are those of a quiet run.
+
+One cluster serves all runs; each run loses one process once its second version is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cluster_harness import Cluster, Size, eventually, kill
+
+from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
+from flexmarl.client.store import StoreClient
+from flexmarl.core.ids import BatchId, parse_batch
+
+SIZE = Size()
+TRAINED = ("merger", "sorter", "splitter")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    cluster = Cluster(folder)
+    cluster.up()
+    yield cluster
+    cluster.down()
+    assert cluster.survivors() == []
+    shutil.rmtree(folder)
+
+
+def service(name: str):
+    return lambda cluster: cluster.pid(name)
+
+
+def child(name: str, prefix: str):
+    """Pid of a service's child, from the record that the service keeps of them."""
+
+    def find(cluster: Cluster) -> int:
+        (record,) = (cluster.folder / "services" / name).rglob("children.json")
+        children = json.loads(record.read_text())
+        return next(int(c["pid"]) for c in children if c["name"].startswith(prefix))
+
+    return find
+
+
+VICTIMS = {
+    "nobody": None,
+    "meg-store": service("meg_store"),
+    "dispatcher": service("rollout"),
+    "engine-host": service("engine_host"),
+    "trainer": service("trainer"),
+    "orchestrator": service("orchestrator"),
+    "workflow-worker": child("rollout", "worker"),
+    "engine": child("engine_host", "engine"),
+    "trainer-rank": child("trainer", "rank"),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victim", VICTIMS)
+async def test_a_run_survives_the_death_of(victim: str, cluster: Cluster, tmp_path: Path):
+    run_id = f"kill-{victim}-{uuid.uuid4().hex[:6]}"
+    client = cluster.train(run_id, SIZE, tmp_path)
+    try:
+        find = VICTIMS[victim]
+        if find is not None:
+            await eventually(
+                lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
+            )
+            cluster.note_processes()
+            kill(find(cluster))
+        await eventually(lambda: client.poll() is not None, what="the run's end", timeout_s=150)
+        output = client.stdout.read()
+        assert client.returncode == 0, output
+    finally:
+        if client.poll() is None:
+            client.kill()
+            print(client.communicate()[0])
+    cluster.note_processes()
+    await assert_whole(cluster, run_id)
+    rows = (tmp_path / run_id / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["version"] for row in rows] == list(range(SIZE.versions))
+
+
+def num_reports(folder: Path) -> int:
+    """Versions that the run's client has written down."""
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+async def assert_whole(cluster: Cluster, run_id: str) -> None:
+    """I4, I5, I7, I9 by what the store holds."""
+    async with StoreClient.connect(cluster.address("meg_store")) as store:
+        manifests = await store.list_manifests(run_id)
+        assert [m.version for m in manifests] == list(range(SIZE.versions + 1))
+        for before, after in pairwise(manifests):
+            batch = after.batch
+            assert batch.batch == before.version
+            ledgers = [
+                (await store.get_state(run_id, policy, version=after.version)).ledger
+                for policy in TRAINED
+            ]
+            in_ledgers = Counter(name for ledger in ledgers for name in ledger)
+            assert set(in_ledgers.values()) == {1}
+            records = await store.list_micro_batches(run_id, batch=batch.batch)
+            consumed = Counter(
+                row.vertex_id
+                for record in records
+                if record.micro_batch_id in in_ledgers
+                for row in record.rows
+            )
+            assert set(consumed.values()) == {1}, "a row is in two committed micro-batches"
+            assert len(consumed) == SIZE.vertices
+            wanted = VertexFilter(batch=batch.batch)
+            vertices = [v async for v in store.list_vertices(run_id, wanted)]
+            current = BatchId(batch.batch, batch.batch_attempt)
+            done = [v.meta for v in vertices if v.meta.status == VERTEX_STATUS_DONE]
+            assert {v.vertex_id for v in done} == set(consumed)
+            assert {parse_batch(v.vertex_id) for v in done} == {current}
+            for v in done:
+                assert v.policy_version == batch.batch
+                assert v.weights_hash == before.policies[v.policy].weights_hash
+                assert [(r.version, r.num_tokens) for r in v.version_runs] == [
+                    (batch.batch, v.num_response_tokens)
+                ]
+            for policy in TRAINED:
+                counts = batch.policies[policy]
+                assert counts.finished == counts.consumed + sum(counts.voided.values())
+                assert counts.consumed == sum(1 for v in done if v.policy == policy)
+                assert after.policies[policy].num_updates == after.version
