@@ -42,6 +42,18 @@ def reward(sample):
     return 1.0
 """
 
+TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "model": {"type": "WordLevel", "vocab": {"0": 0, "1": 1, ">": 2}, "unk_token": ">"},
+}
+
 
 class RunFiles:
     """The folder of a run that is fine."""
@@ -60,7 +72,7 @@ class RunFiles:
         (self.model / "config.json").write_text(
             json.dumps({"model_type": "llama", "max_position_embeddings": 64})
         )
-        (self.model / "tokenizer.json").write_text("{}")
+        (self.model / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 
     def edit(self, old: str, new: str) -> None:
         """Change the config's text."""

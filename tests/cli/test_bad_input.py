@@ -124,6 +124,11 @@ def test_a_model_folder_without_a_file(run_files, refused, file: str):
     assert f"has no {file}" in said
 
 
+def test_a_model_with_a_broken_tokenizer(run_files, refused):
+    (run_files.model / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json has no model" in refused()
+
+
 def test_no_model_folder(run_files, refused):
     said = refused("--set", "policies.solver.model.path=nowhere")
     assert "policies.solver.model.path: no folder" in said

@@ -1,11 +1,18 @@
 """The timeline: a file that trace viewers read, with nothing overlapping on one thread."""
 
+import itertools
 import json
 from pathlib import Path
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.client.timeline import TraceSpan, batch_spans, vertex_spans, write_trace
+from flexmarl.client.timeline import (
+    TraceSpan,
+    batch_spans,
+    queue_counters,
+    vertex_spans,
+    write_trace,
+)
 
 
 def vertex(number: int, ready: int, sent: int, finished: int) -> graph_pb2.VertexMeta:
@@ -28,13 +35,13 @@ def read(path: Path) -> tuple[list[dict], list[dict]]:
 
 def test_overlapping_requests_go_to_lanes_of_their_instance(tmp_path: Path):
     spans = vertex_spans([vertex(0, 1000, 2000, 9000), vertex(1, 1000, 3000, 5000)])
-    assert write_trace(spans, tmp_path / "t.json") == 4
+    assert write_trace(spans, tmp_path / "t.json") == 2
     work, names = read(tmp_path / "t.json")
     for thread in {event["tid"] for event in work}:
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == thread)
-        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine))
     labels = {event["args"]["name"] for event in names}
-    assert labels == {"queues", "instances", "sorter", "sorter (2)", "sorter-0", "sorter-0 (2)"}
+    assert labels == {"instances", "sorter-0", "sorter-0 (2)"}
 
 
 def test_a_vertex_that_was_never_sent_makes_no_serving_span():
@@ -60,3 +67,11 @@ def test_times_are_microseconds_from_the_first_span(tmp_path: Path):
     write_trace(spans, tmp_path / "t.json")
     ((event,), _) = read(tmp_path / "t.json")
     assert (event["ts"], event["dur"], event["args"]) == (0, 2000, {"policy": "x"})
+
+
+def test_queues_go_up_when_ready_and_down_when_sent(tmp_path: Path):
+    vertices = [vertex(0, 1000, 2000, 9000), vertex(1, 1000, 3000, 5000), vertex(2, 4000, 0, 0)]
+    assert write_trace([], tmp_path / "t.json", counters=queue_counters(vertices)) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    curve = [(e["ts"], e["args"]["waiting"]) for e in events if e["ph"] == "C"]
+    assert curve == [(0, 1), (0, 2), (1, 1), (2, 0)]

@@ -1,11 +1,11 @@
 """One timeline of a run as Chrome trace JSON; opens in Perfetto and chrome://tracing.
 
 Tracks, grouped as processes of the trace: `batches` (from commit to commit), `instances` (each
-request while it was served), `queues` (each request while it waited, one track per policy), and
-the spans that the services recorded.
+request while it was served), `queues` (how many requests waited, a curve per policy), and the spans
+that the services recorded.
 
-Format: "Trace Event Format", complete events (`ph: X`) with times in microseconds, and metadata
-events (`ph: M`) that name processes and threads.
+Format: "Trace Event Format" with times in microseconds: complete events (`ph: X`), counters
+(`ph: C`), and metadata events (`ph: M`) that name processes and threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -45,37 +45,57 @@ class TraceSpan:
     overlapping: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TraceCounter:
+    """A value from a moment on.
+
+    Attributes:
+        process: Group of tracks.
+        name: Curve.
+        time_ns: Unix nanoseconds.
+        value: The value.
+    """
+
+    process: str
+    name: str
+    time_ns: int
+    value: int
+
+
 def vertex_spans(vertices: Iterable[graph_pb2.VertexMeta]) -> Iterator[TraceSpan]:
-    """Waiting and serving of each vertex."""
+    """Serving of each vertex."""
     for vertex in vertices:
-        args = {
-            "vertex": vertex.vertex_id,
-            "policy": vertex.policy,
-            "version": vertex.policy_version,
-            "tokens": vertex.num_response_tokens,
-            "status": _STATUS.Name(vertex.status).removeprefix("VERTEX_STATUS_").lower(),
-        }
-        sent_ns = vertex.dispatched_unix_ns
-        if vertex.ready_unix_ns and sent_ns:
-            yield TraceSpan(
-                "queues",
-                vertex.policy or "tools",
-                vertex.agent,
-                vertex.ready_unix_ns,
-                sent_ns,
-                args,
-                overlapping=True,
-            )
-        if sent_ns and vertex.finished_unix_ns:
-            yield TraceSpan(
-                "instances",
-                vertex.instance_id or vertex.agent,
-                vertex.agent,
-                sent_ns,
-                vertex.finished_unix_ns,
-                args,
-                overlapping=True,
-            )
+        if not (vertex.dispatched_unix_ns and vertex.finished_unix_ns):
+            continue
+        yield TraceSpan(
+            "instances",
+            vertex.instance_id or vertex.agent,
+            vertex.agent,
+            vertex.dispatched_unix_ns,
+            vertex.finished_unix_ns,
+            {
+                "vertex": vertex.vertex_id,
+                "policy": vertex.policy,
+                "version": vertex.policy_version,
+                "tokens": vertex.num_response_tokens,
+                "status": _STATUS.Name(vertex.status).removeprefix("VERTEX_STATUS_").lower(),
+            },
+            overlapping=True,
+        )
+
+
+def queue_counters(vertices: Iterable[graph_pb2.VertexMeta]) -> Iterator[TraceCounter]:
+    """Requests that waited, per policy: up when one became ready, down when it was sent."""
+    steps: dict[str, list[tuple[int, int]]] = {}
+    for vertex in vertices:
+        if vertex.policy and vertex.ready_unix_ns and vertex.dispatched_unix_ns:
+            changes = steps.setdefault(vertex.policy, [])
+            changes += [(vertex.ready_unix_ns, 1), (vertex.dispatched_unix_ns, -1)]
+    for policy, changes in sorted(steps.items()):
+        waiting = 0
+        for time_ns, change in sorted(changes):
+            waiting += change
+            yield TraceCounter("queues", policy, time_ns, waiting)
 
 
 def batch_spans(manifests: Iterable[graph_pb2.Manifest]) -> Iterator[TraceSpan]:
@@ -94,7 +114,9 @@ def batch_spans(manifests: Iterable[graph_pb2.Manifest]) -> Iterator[TraceSpan]:
         before_ns = manifest.committed_unix_ns
 
 
-def write_trace(spans: Iterable[TraceSpan], path: Path) -> int:
+def write_trace(
+    spans: Iterable[TraceSpan], path: Path, *, counters: Iterable[TraceCounter] = ()
+) -> int:
     """Write a trace file, atomically.
 
     Returns:
@@ -102,22 +124,26 @@ def write_trace(spans: Iterable[TraceSpan], path: Path) -> int:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
+    ordered = sorted(spans, key=lambda span: span.start_ns)
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            count = _write_events(sorted(spans, key=lambda span: span.start_ns), file)
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            for number, event in enumerate(_events(ordered, list(counters))):
+                file.write((",\n" if number else "\n") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return count
+    return len(ordered)
 
 
-def _write_events(spans: list[TraceSpan], file: IO[str]) -> int:
-    origin_ns = spans[0].start_ns if spans else 0
+def _events(spans: list[TraceSpan], counters: list[TraceCounter]) -> Iterator[dict[str, Any]]:
+    starts = [span.start_ns for span in spans] + [counter.time_ns for counter in counters]
+    origin_ns = min(starts, default=0)
     tracks = _Tracks()
-    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-    for number, span in enumerate(spans):
+    for span in spans:
         process, thread = tracks.place(span)
-        event = {
+        yield {
             "ph": "X",
             "pid": process,
             "tid": thread,
@@ -126,11 +152,15 @@ def _write_events(spans: list[TraceSpan], file: IO[str]) -> int:
             "dur": max(span.end_ns - span.start_ns, 0) / 1000,
             "args": dict(span.args),
         }
-        file.write(("" if number == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
-    for event in tracks.names():
-        file.write((",\n" if spans else "") + json.dumps(event, separators=(",", ":")))
-    file.write("\n]}\n")
-    return len(spans)
+    for counter in counters:
+        yield {
+            "ph": "C",
+            "pid": tracks.process(counter.process),
+            "name": counter.name,
+            "ts": (counter.time_ns - origin_ns) / 1000,
+            "args": {"waiting": counter.value},
+        }
+    yield from tracks.names()
 
 
 class _Tracks:
@@ -146,10 +176,13 @@ class _Tracks:
         self._lanes: dict[tuple[str, str], list[int]] = {}
 
     def place(self, span: TraceSpan) -> tuple[int, int]:
-        process = self._processes.setdefault(span.process, len(self._processes) + 1)
+        process = self.process(span.process)
         lane = self._lane(span) if span.overlapping else 0
         thread = self._threads.setdefault((span.process, span.track, lane), len(self._threads) + 1)
         return process, thread
+
+    def process(self, name: str) -> int:
+        return self._processes.setdefault(name, len(self._processes) + 1)
 
     def names(self) -> Iterator[dict[str, Any]]:
         for name, process in self._processes.items():

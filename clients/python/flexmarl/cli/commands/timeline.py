@@ -10,7 +10,13 @@ from flexmarl.cli.cluster.plan import SERVICES
 from flexmarl.cli.connect import with_store
 from flexmarl.cli.output import print_line
 from flexmarl.client.store import StoreClient
-from flexmarl.client.timeline import TraceSpan, batch_spans, vertex_spans, write_trace
+from flexmarl.client.timeline import (
+    TraceSpan,
+    batch_spans,
+    queue_counters,
+    vertex_spans,
+    write_trace,
+)
 from flexmarl.runtime.spans import read_spans
 
 
@@ -26,7 +32,7 @@ def timeline(run_id: str, *, out: Path, data_dir: Path, cluster: Sequence[str]) 
             *vertex_spans(vertices),
             *_service_spans(folder, run_id),
         ]
-        return write_trace(spans, out)
+        return write_trace(spans, out, counters=queue_counters(vertices))
 
     count = with_store(write, data_dir=data_dir, cluster=cluster)
     print_line(f"{count} spans: {out} (open it in https://ui.perfetto.dev or chrome://tracing)")

@@ -39,6 +39,7 @@ class TokenTexts:
             return None
         try:
             from tokenizers import Tokenizer
-        except ImportError:
+
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # noqa: BLE001 - the library raises bare Exception for a bad file
             return None
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -41,6 +41,8 @@ def _check_model(key: str, policy: PolicyConfig) -> None:
                 f"{key}: {folder} has no {file}; give a Hugging Face folder with its {what}"
             )
     _config_of(folder, key)
+    if "model" not in _read_json(folder / "tokenizer.json", key):
+        raise CliError(f"{key}: {folder}/tokenizer.json has no model; give a fast tokenizer's file")
     if policy.model.init == "pretrained" and not any(
         next(folder.glob(pattern), None) for pattern in _WEIGHTS
     ):
@@ -52,13 +54,18 @@ def _check_model(key: str, policy: PolicyConfig) -> None:
 
 def _config_of(folder: Path, key: str) -> dict[str, Any]:
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CliError(f"{key}: {path}: not JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = _read_json(path, key)
+    if not isinstance(config.get("model_type"), str):
         raise CliError(f"{key}: {path} names no model_type; give a Hugging Face config")
     return config
+
+
+def _read_json(path: Path, key: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CliError(f"{key}: {path}: not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
 
 
 def _context_of(folder: Path) -> int | None:

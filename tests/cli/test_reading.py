@@ -1,0 +1,225 @@
+"""Commands that read stored runs, on the data that a real store left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cli.conftest import RunFiles
+from cli.recorded import SAMPLE_ID, batch_record, sample, vertices
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.cli import main as cli_main
+from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.local import LocalCluster
+from flexmarl.cli.cluster.plan import STORE, ClusterSettings
+from flexmarl.client.buffers import BufferSpec
+from flexmarl.client.runs import RunSource, store_run
+from flexmarl.client.store import StoreClient
+
+RUN = "team-1"
+POLICIES = ("splitter", "sorter", "merger")
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+async def store_weights(store: StoreClient, weights: dict[str, torch.Tensor]):
+    specs = [BufferSpec(name, "F32", tuple(t.shape)) for name, t in weights.items()]
+    async with store.allocate_segment(RUN, "weights0", specs) as segment:
+        for name, tensor in weights.items():
+            segment.buffers[name].data[:] = tensor.contiguous().numpy().tobytes()
+        checksum = segment.content_hash()
+        ref = await segment.seal(checksum=checksum)
+    return graph_pb2.PolicyManifest(weights=ref, weights_hash=checksum, num_updates=1)
+
+
+async def fill(store: StoreClient, files: RunFiles) -> graph_pb2.Run:
+    stats = await store.get_stats()
+    home = common_pb2.ShardAddress(name=stats.shard, address=store.address)
+    source = RunSource(
+        run_id=RUN,
+        config_json=b'{"name": "team"}',
+        portable_config_json=b"{}",
+        package=files.flow.parent,
+        exclude=(),
+        dataset=files.dataset,
+        models=dict.fromkeys(POLICIES, files.model),
+    )
+    run = await store_run(store, source, shards=[home])
+    assert await store_run(store, source, shards=[home]) == run  # again changes nothing
+    term = await store.acquire_term(RUN, "orchestrator", holder="test")
+    group = graph_pb2.Group(
+        group_id="b000000a0-g0000",
+        query_json=b'{"digits": "3102"}',
+        num_samples=1,
+        status=common_pb2.GROUP_STATUS_OPEN,
+        opened_unix_ns=1,
+    )
+    opened = graph_pb2.Sample(
+        sample_id=SAMPLE_ID, group_id=group.group_id, status=common_pb2.SAMPLE_STATUS_OPEN
+    )
+    await store.write_graph(RUN, term=term, groups=[group], samples=[opened])
+    rows = vertices()
+    for row in rows:  # what closing the group writes cannot be written before
+        for field in ("reward", "advantage", "micro_batch_id", "void_reason"):
+            row.meta.ClearField(field)
+    await store.write_graph(RUN, term=term, vertices=rows, samples=[sample()])
+    weights = await store_weights(store, model().state_dict())
+    for version in range(2):
+        manifest = graph_pb2.Manifest(
+            version=version, term=term, policies=dict.fromkeys(POLICIES, weights)
+        )
+        if version:
+            manifest.batch.CopyFrom(batch_record(0, 0.25))
+        await store.commit(RUN, manifest, expected_version=version - 1 if version else None)
+    return run
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder with a stored run, whose store runs."""
+    base = tmp_path_factory.mktemp("stored")
+    files = RunFiles(base / "run")
+    model().config.save_pretrained(files.model)
+    shm = Path("/dev/shm") / f"flexmarl-test-reading-{os.getpid()}"
+    folder = ClusterFolder(base / "cluster")
+    settings = ClusterSettings(overrides=(f"meg_store.store.shm_dir={shm}",))
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def in_loop(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=50)
+
+    async def start() -> LocalCluster:
+        cluster = LocalCluster(folder, settings, tell=print, names=(STORE,))
+        await cluster.start()
+        async with StoreClient.connect(cluster.address(STORE)) as store:
+            await fill(store, files)
+        return cluster
+
+    try:
+        cluster = in_loop(start())
+        yield folder
+        in_loop(cluster.stop())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        shutil.rmtree(shm, ignore_errors=True)
+
+
+@pytest.fixture
+def flexmarl(stored, monkeypatch, capsys):
+    """Run a command on the stored run; returns exit code and both outputs."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        command = ["flexmarl", *args, "--data-dir", str(stored.path)]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_runs_lists_the_run(flexmarl):
+    code, out, _ = flexmarl("runs")
+    assert code == 0
+    header, row = out.splitlines()
+    assert header.split() == ["run", "status", "version", "created"]
+    assert row.split()[:3] == [RUN, "submitted", "1"]
+
+
+def test_show_as_json(flexmarl):
+    code, out, _ = flexmarl("show", RUN, "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["run"] == RUN
+    assert data["config"] == {"name": "team"}
+    assert [entry["policy"] for entry in data["policies"]] == sorted(POLICIES)
+    assert data["versions"][0]["team_reward"] == 0.25
+    assert (data["versions"][0]["consumed"], data["versions"][0]["void"]) == (8, 2)
+    assert data["samples"][0]["sample"] == SAMPLE_ID
+
+
+def test_graph_draws_the_sample_by_a_prefix_of_its_id(flexmarl):
+    code, out, err = flexmarl("graph", RUN, SAMPLE_ID[:-2])
+    assert code == 0, err
+    assert '"01" → "1>"' in out
+    assert 'query  {"digits": "3102"}' in out
+    assert "(needs 0.0:0, 0.1:0)" in out
+    assert "team reward 0.750" in out
+
+
+def test_export_gives_the_weights_of_the_segment(flexmarl, tmp_path):
+    out = tmp_path / "exported"
+    code, said, err = flexmarl("export", RUN, "--policy", "sorter", "--out", str(out))
+    assert code == 0, err
+    assert said == f"policy sorter at version 1: {out}\n"
+    loaded = AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict()
+    want = model().state_dict()
+    assert loaded.keys() == want.keys()
+    assert all(torch.equal(loaded[name], want[name]) for name in want)
+
+
+def test_timeline_has_the_requests_and_the_batch(flexmarl, tmp_path):
+    out = tmp_path / "trace.json"
+    code, _, err = flexmarl("timeline", RUN, "--out", str(out))
+    assert code == 0, err
+    events = json.loads(out.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("sorter") == 2
+    assert "batch 0" in names
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("show", "nothing"), "nothing"),
+        (("graph", RUN, "b000009"), "b000009"),
+        (("graph", RUN, SAMPLE_ID, "--format", "pdf"), "use one of text, dot, mermaid, json"),
+        (("export", RUN, "--policy", "solver", "--out", "x"), "it has: merger, sorter, splitter"),
+        (("export", RUN, "--policy", "sorter", "--version", "9", "--out", "x"), "version 9"),
+        (("timeline", "nothing", "--out", "x"), "nothing"),
+    ],
+)
+def test_what_is_not_there_is_named(flexmarl, tmp_path, monkeypatch, args, why):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = flexmarl(*args)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert why in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stored_runs_are_read_without_a_cluster(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".flexmarl" / "services" / "meg_store").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flexmarl", "runs"])
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main()
+    assert not ended.value.code
+    assert capsys.readouterr().out == "no runs are stored here\n"
+    assert not (tmp_path / ".flexmarl" / "cluster.json").exists()
