@@ -547,7 +547,11 @@ class StoreClient:
     async def _open(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
         request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
         response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
-        return SegmentReader(response, self.close_segment)
+        try:
+            return SegmentReader(response, self.close_segment)
+        except OSError:  # the file is not on this node
+            await self.close_segment(response.lease_id)
+            raise
 
     async def close_segment(self, lease_id: str) -> None:
         """Give a lease back."""

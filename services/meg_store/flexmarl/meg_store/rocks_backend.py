@@ -78,17 +78,22 @@ class RocksBackend:
     def scan(
         self, table: Table, start: bytes, end: bytes | None, *, reverse: bool = False
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs with start <= key < end; the iterator sees the table as it is now."""
+        """Pairs with start <= key < end; the iterator sees the table of its first step."""
         if reverse:
             return self._scan_back(table, start, end)
+        return self._scan_on(table, start, end)
+
+    def _scan_on(
+        self, table: Table, start: bytes, end: bytes | None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        # Two traps of rocksdict 0.3.29: the bound's memory belongs to the options, which must outlive
+        # the iterator (hence a generator that holds them), and `set_iterate_lower_bound` sets an
+        # upper one (hence the first key as the bound).
         options = ReadOptions()
         if end is not None:
             options.set_iterate_upper_bound(end)
-        # The lower bound is the first key: rocksdict 0.3.29 takes `set_iterate_lower_bound` for an
-        # upper one.
         items: Any = self._tables[table].items(from_key=start, read_opt=options)
-        pairs: Iterator[tuple[bytes, bytes]] = items  # raw mode
-        return pairs
+        yield from items
 
     def _scan_back(
         self, table: Table, start: bytes, end: bytes | None

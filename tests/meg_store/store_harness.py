@@ -1,0 +1,215 @@
+"""A store in this process, over either backend, and rows to write into it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.store import StoreClient
+from flexmarl.meg_store.backend import Backend
+from flexmarl.meg_store.config import StoreConfig
+from flexmarl.meg_store.memory_backend import MemoryBackend
+from flexmarl.meg_store.rocks_backend import RocksBackend
+from flexmarl.meg_store.servicer import SERVICE, WATCH_METHOD, Servicer, add_to_server
+from flexmarl.meg_store.shard import Shard
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.config import ServerConfig
+from flexmarl.runtime.server import GrpcServer
+
+RUN = "run-1"
+GROUP = "b000000a0-g0000"
+SAMPLE = f"{GROUP}-s000a0"
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *, backend: str = "rocks", **settings: object
+) -> AsyncIterator[tuple[StoreClient, Shard]]:
+    """A served shard in this process and a client of it."""
+    memory_dir = Path(tempfile.mkdtemp(prefix="flexmarl-test-", dir="/dev/shm"))
+    config = StoreConfig(
+        data_dir=folder,
+        shm_dir=settings.pop("shm_dir", memory_dir),
+        sign_of_life_s=settings.pop("sign_of_life_s", 0.2),
+        **settings,
+    )
+    opened: Backend = MemoryBackend() if backend == "memory" else RocksBackend(folder / "db")
+    failures: list[BaseException] = []
+    servicer = Servicer()
+    server = GrpcServer(
+        ServerConfig(reflection=False, grace_s=0.1),
+        name="meg_store",
+        add_to_server=[partial(add_to_server, servicer)],
+        services=[SERVICE],
+        long_lived=[WATCH_METHOD],
+    )
+    background = Background(lambda _, error: failures.append(error))
+    shard = Shard(opened, config, on_fatal=failures.append, start=background.start)
+    try:
+        await server.start()
+        await shard.recover()
+        servicer.open(shard)
+        server.set_ready(True)
+        async with StoreClient.connect(server.address, patience_s=2.0) as client:
+            yield client, shard
+    finally:
+        shard.database.events.close()
+        await server.stop()
+        await background.close()
+        await shard.close()
+        shutil.rmtree(memory_dir)
+    assert not failures
+
+
+class StoreProcess:
+    """A store in a process of its own, to be killed and started again."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder = folder
+        self.address_file = folder / "address.json"
+        self.memory_dir = Path(tempfile.mkdtemp(prefix="flexmarl-test-", dir="/dev/shm"))
+        self._settings = (
+            f"store.data_dir={folder / 'data'}",
+            f"store.shm_dir={self.memory_dir}",
+            "store.sign_of_life_s=0.2",
+            f"server.address_file={self.address_file}",
+            "server.reflection=false",
+            *settings,
+        )
+        self._port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self, *settings: str) -> list[str]:
+        """Command line of the store."""
+        pairs = [item for value in (*self._settings, *settings) for item in ("--set", value)]
+        return [sys.executable, "-m", "flexmarl.meg_store", *pairs]
+
+    async def start(self) -> str:
+        """Start, on the same port as before, and wait until it serves."""
+        self.address_file.unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command(f"server.port={self._port}"), stderr=log, start_new_session=True
+            )
+        while not self.address_file.exists():
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            await asyncio.sleep(0.02)
+        described = json.loads(self.address_file.read_text())
+        self._port = described["port"]
+        return str(described["address"])
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+    def clean(self) -> None:
+        """End it in any case and remove its memory tier."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+def a_run(**changes: object) -> graph.Run:
+    """A run."""
+    return graph.Run(**{"run_id": RUN, "config_json": b"{}", **changes})
+
+
+def a_group(ordinal: int = 0, **changes: object) -> graph.Group:
+    """An open group of batch 0."""
+    values = {
+        "group_id": f"b000000a0-g{ordinal:04d}",
+        "ordinal": ordinal,
+        "num_samples": 2,
+        "query_json": b'{"q": 1}',
+        "status": common.GROUP_STATUS_OPEN,
+    }
+    return graph.Group(**{**values, **changes})
+
+
+def a_sample(
+    status: common.SampleStatus.ValueType = common.SAMPLE_STATUS_DONE,
+    *,
+    group: int = 0,
+    **changes: object,
+) -> graph.Sample:
+    """The first sample of a group."""
+    group_id = f"b000000a0-g{group:04d}"
+    values = {"sample_id": f"{group_id}-s000a0", "group_id": group_id, "status": status}
+    return graph.Sample(**{**values, **changes})
+
+
+def a_vertex(
+    call: int = 0, *, group: int = 0, agent: str = "solver", tokens: int = 2, **meta: object
+) -> graph.Vertex:
+    """A finished call of an agent in the first sample of a group."""
+    group_id = f"b000000a0-g{group:04d}"
+    sample_id = f"{group_id}-s000a0"
+    values = {
+        "vertex_id": f"{sample_id}/0:{call}",
+        "sample_id": sample_id,
+        "group_id": group_id,
+        "path": f"0:{call}",
+        "agent": agent,
+        "policy": "p",
+        "kind": common.VERTEX_KIND_AGENT,
+        "status": common.VERTEX_STATUS_DONE,
+        "attempt": 1,
+        "num_response_tokens": tokens,
+        "version_runs": [common.VersionRun(version=0, num_tokens=tokens)],
+        "trainable": True,
+    }
+    payload = graph.VertexPayload(
+        prompt_tokens=[7, 8],
+        response_tokens=range(tokens),
+        logprobs=[-0.5] * tokens,
+        temperature=1.0,
+    )
+    return graph.Vertex(meta=graph.VertexMeta(**{**values, **meta}), payload=payload)
+
+
+def ref(vertex: graph.Vertex) -> common.VertexRef:
+    """Reference to a vertex."""
+    return common.VertexRef(shard="s0", vertex_id=vertex.meta.vertex_id, agent=vertex.meta.agent)
+
+
+def closure(
+    *released: graph.Vertex, group: int = 0, voided: tuple[graph.Vertex, ...] = ()
+) -> pb.GroupClosure:
+    """The end of a group with these rows released and void."""
+    return pb.GroupClosure(
+        group_id=f"b000000a0-g{group:04d}",
+        status=common.GROUP_STATUS_CLOSED,
+        released=[pb.ReleasedRow(row=ref(v), reward=1.0, advantage=0.5) for v in released],
+        voided=[pb.VoidedRow(row=ref(v), reason=common.VOID_REASON_NO_REWARD) for v in voided],
+    )
+
+
+def a_record(*vertices: graph.Vertex, ordinal: int = 0, term: int = 0) -> graph.MicroBatch:
+    """A micro-batch record over these rows."""
+    return graph.MicroBatch(
+        micro_batch_id=f"b000000a0-m{ordinal:04d}-p",
+        policy="p",
+        rows=[ref(v) for v in vertices],
+        term=term,
+    )
