@@ -7,9 +7,9 @@ generator that is passed in. A driver that records (now, event) can replay them 
 Invariants:
     A ready vertex waits only for capacity of its own policy (I2): queues are per policy and
     version, the oldest group first. It is sent only to an instance that serves its version with
-    the weights that the version names (I4, I11). At most one attempt of a vertex is accepted (I3): a vertex is
-    forgotten when it ends, and what arrives later is a duplicate. Each vertex ends: by a success,
-    by one of two bounds on attempts, or by its deadline (I8).
+    the weights that the version names (I4, I11). At most one attempt of a vertex is accepted (I3):
+    a vertex is forgotten when it ends, and what arrives later is a duplicate. Each vertex ends: by
+    a success, by one of two bounds on attempts, or by its deadline (I8).
 
 Every event costs O(log n): the least loaded instance is the top of a heap whose outdated entries
 are dropped when met, and which is rebuilt when outdated entries prevail.
@@ -17,7 +17,7 @@ are dropped when met, and which is rebuilt when outdated entries prevail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 from random import Random
 from typing import assert_never
@@ -137,6 +137,15 @@ class Dispatcher:
         """Vertices at one instance."""
         instance = self._instances.get(instance_id)
         return 0 if instance is None else len(instance.running)
+
+    def attempts_at(self, instance_ids: Collection[str]) -> list[str]:
+        """Attempts at some instances, oldest first."""
+        return [
+            attempt_id(vertex_id, vertex.attempt)
+            for name in sorted(instance_ids)
+            if (instance := self._instances.get(name)) is not None
+            for vertex_id, vertex in instance.running.items()
+        ]
 
     def is_live(self, vertex_id: str) -> bool:
         """Whether the vertex is known and has not ended."""

@@ -33,3 +33,5 @@ class RolloutConfig(ServiceConfig):
     """How long calls of the MEG Store are repeated while it is unavailable."""
     worker_restarts: Annotated[int, Field(ge=0)] = 3
     """Dispatcher: how often one sample may crash its worker before the sample fails."""
+    engine: str | None = None
+    """Dispatcher: replaces the engine that policies name; for measurements and tests."""

@@ -46,6 +46,7 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
     """
     config = RunConfig.model_validate_json(config_json)
     folder = Path(workflow_path)
+    sys.dont_write_bytecode = True  # the unpacked package is shared and stays as it is
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     section = config.workflow

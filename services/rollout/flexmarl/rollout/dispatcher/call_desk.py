@@ -1,0 +1,370 @@
+"""Calls on their way: from a worker to an instance, to the store, and back.
+
+Executes what `core.dispatch` decides. A result is written before its call is answered, and the host
+is told that it may forget it once it is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from functools import partial
+from random import Random
+from typing import Protocol, assert_never
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import WRITE_OUTCOME_DUPLICATE
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.core.dispatch import Dispatcher
+from flexmarl.core.dispatch_events import (
+    Abort,
+    Accept,
+    AttemptFailed,
+    AttemptSucceeded,
+    DispatchConfig,
+    Duplicate,
+    Effect,
+    Event,
+    Fail,
+    InstanceChanged,
+    Send,
+    SetTimer,
+    TimerFired,
+    VertexCancelled,
+    VertexReady,
+    WeightsKnown,
+)
+from flexmarl.core.errors import ErrorReason
+from flexmarl.rollout.dispatcher import rows
+from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
+from flexmarl.rollout.dispatcher.instances import InstanceBook
+from flexmarl.rollout.dispatcher.samples import CallState, SampleState
+from flexmarl.rollout.dispatcher.writer import GraphWriter
+from flexmarl.runtime.run_config import RunConfig
+
+TRACE_LIMIT = 1_000_000
+
+Trace = list[tuple[Event, float, list[Effect]]]
+
+
+class CallListener(Protocol):
+    """Who the calls are made for."""
+
+    def call_answered(self, sample: SampleState, answer: CallAnswer) -> None:
+        """A call has its stored answer."""
+        ...
+
+    def row_stored(self, sample: SampleState) -> None:
+        """One row less is being written."""
+        ...
+
+    def row_found(self, sample: SampleState, vertex_id: str, agent: str) -> None:
+        """A call's row was stored before, with other content: that one is its answer."""
+        ...
+
+
+class CallDesk:
+    """The calls of one run in progress.
+
+    Attributes:
+        counters: Vertices, tokens, retries, failures, duplicates since the start.
+        trace: What the core was told and what it decided; recorded when asked for.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        hosts: Hosts,
+        instances: InstanceBook,
+        writer: GraphWriter,
+        listener: CallListener,
+        seed: int,
+        record: bool = False,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.trace: Trace | None = [] if record else None
+        self._config = config
+        self._hosts = hosts
+        self._instances = instances
+        self._writer = writer
+        self._listener = listener
+        self._core = Dispatcher(DispatchConfig(), Random(seed))  # noqa: S311 - replays
+        self._calls: dict[str, CallState] = {}
+        self._writing: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._trained = frozenset(config.trained_policies())
+        self._loop = asyncio.get_running_loop()
+
+    # What happens.
+
+    def call(self, sample: SampleState, call: AgentCall) -> None:
+        """A worker asks for a call to be made."""
+        agent = self._config.agents[call.agent]
+        missing = [i for i in call.upstream_vertex_ids if i not in sample.done]
+        if missing:
+            # I1: nothing starts before what it needs is there.
+            message = f"agent {call.agent!r}: needs {missing[0]}, which has not finished"
+            failure = Failure(reason=ErrorReason.INVALID_ARGUMENT, message=message)
+            answer = CallAnswer(vertex_id=call.vertex_id, failure=failure)
+            self._listener.call_answered(sample, answer)
+            return
+        now = self._loop.time()
+        state = CallState(sample, call, time.time_ns(), now + agent.timeout_s)
+        self._calls[call.vertex_id] = sample.calls[call.vertex_id] = state
+        spec = sample.spec
+        self._post(
+            VertexReady(
+                call.vertex_id,
+                call.agent,
+                call.policy,
+                spec.version,
+                (spec.batch, spec.group_ordinal),
+                len(call.prompt_tokens),
+                call.sampling.max_tokens,
+                agent.timeout_s,
+                agent.max_attempts,
+                agent.infra_attempts,
+            ),
+            now,
+        )
+
+    def cut(self, vertex_id: str, *, keep_row: bool) -> None:
+        """Nobody waits for a call any more."""
+        state = self._calls.pop(vertex_id, None)
+        if state is None:
+            return
+        sample = state.sample
+        sample.calls.pop(vertex_id, None)
+        if keep_row:
+            self.counters["cancelled"] += 1
+            sample.cut.append(self._ended_row(state, common_pb2.VERTEX_STATUS_CANCELLED))
+        self._post(VertexCancelled(vertex_id))
+
+    def results(self, session: HostSession, results: list[GenerateResult]) -> None:
+        """Attempts ended at a host; each may come again until it is acknowledged."""
+        for result in results:
+            if result.attempt_id in self._writing:
+                continue  # it came again after a reconnect; it is acknowledged once it is stored
+            effects = self._post_result(result)
+            accepted = [e for e in effects if type(e) is Accept]
+            if accepted:
+                self._accept(accepted[0], result, session.host_id)
+            else:
+                session.outgoing.add().stored.append(result.attempt_id)
+
+    def lost(self, attempt_ids: list[str], host_id: str) -> None:
+        """A host does not know attempts that were sent to it."""
+        for attempt_id in attempt_ids:
+            message = f"host {host_id} does not know attempt {attempt_id}"
+            self._post(AttemptFailed(attempt_id, True, ErrorReason.UNAVAILABLE, message))
+
+    def instance_changed(self, change: InstanceChanged) -> None:
+        """An instance came, changed or went."""
+        self._post(change)
+
+    def weights_known(self, event: WeightsKnown) -> None:
+        """Weights of a version were announced."""
+        self._post(event)
+
+    def is_live(self, attempt_id: str) -> bool:
+        """Whether the attempt's vertex still waits for a result."""
+        return self._core.is_live(attempt_id.rpartition("#")[0])
+
+    def attempts_at(self, instance_ids: set[str]) -> list[str]:
+        """Attempts at some instances."""
+        return self._core.attempts_at(instance_ids)
+
+    def queue(self, policy: str) -> tuple[int, int]:
+        """Waiting and running vertices of a policy."""
+        return self._core.num_waiting(policy), self._core.num_running(policy)
+
+    def num_at(self, instance_id: str) -> int:
+        """Vertices at an instance."""
+        return self._core.num_at(instance_id)
+
+    def close(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Effects.
+
+    def _post(self, event: Event, now: float | None = None) -> list[Effect]:
+        now = self._loop.time() if now is None else now
+        effects = self._core.handle(event, now)
+        if self.trace is not None and len(self.trace) < TRACE_LIMIT:
+            self.trace.append((event, now, list(effects)))
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(effect, now)
+                case Accept():
+                    pass  # executed by `results`, which has the tokens at hand
+                case Duplicate():
+                    self.counters["duplicates"] += 1
+                case Abort():
+                    self._abort(effect, now)
+                case Fail():
+                    self._fail(effect)
+                case SetTimer():
+                    self._set_timer(effect.at)
+                case _:
+                    assert_never(effect)
+        return effects
+
+    def _post_result(self, result: GenerateResult) -> list[Effect]:
+        effects = self._post(self._event_of(result))
+        instance = self._instances.get(result.instance_id)
+        if instance is not None:
+            instance.note_load(self._core.num_at(result.instance_id), self._loop.time())
+        return effects
+
+    def _event_of(self, result: GenerateResult) -> Event:
+        if result.HasField("failure") or result.finish_reason == "abort":
+            failure = result.failure
+            infrastructure = result.infrastructure or not result.HasField("failure")
+            return AttemptFailed(
+                result.attempt_id,
+                infrastructure,
+                failure.reason or ErrorReason.CANCELLED.value,
+                failure.message or "the attempt was aborted",
+            )
+        version = result.version
+        if any(run.version != version for run in result.version_runs):
+            version = -1
+        return AttemptSucceeded(result.attempt_id, version, result.weights_hash, len(result.tokens))
+
+    def _send(self, effect: Send, now: float) -> None:
+        state = self._calls[effect.vertex_id]
+        state.attempt = effect.attempt
+        state.dispatched_unix_ns = time.time_ns()
+        if effect.attempt > 1:
+            self.counters["retries"] += 1
+        instance = self._instances.get(effect.instance_id)
+        assert instance is not None
+        instance.note_load(self._core.num_at(effect.instance_id), now)
+        session = self._hosts.session(instance.host_id)
+        if session is None:
+            return  # its host has just gone: the loss of the instance brings the vertex back
+        call = state.call
+        session.outgoing.add().requests.add(
+            attempt_id=effect.attempt_id,
+            instance_id=effect.instance_id,
+            policy=call.policy,
+            version=effect.version,
+            prompt_tokens=call.prompt_tokens,
+            sampling=call.sampling,
+            timeout_ms=max(int((state.deadline - now) * 1e3), 1),
+        )
+
+    def _abort(self, effect: Abort, now: float) -> None:
+        instance = self._instances.get(effect.instance_id)
+        if instance is None:
+            return
+        instance.note_load(self._core.num_at(effect.instance_id), now)
+        session = self._hosts.session(instance.host_id)
+        if session is not None:
+            session.outgoing.add().aborts.append(effect.attempt_id)
+
+    def _accept(self, effect: Accept, result: GenerateResult, host_id: str) -> None:
+        state = self._calls.pop(effect.vertex_id)
+        sample = state.sample
+        sample.calls.pop(effect.vertex_id, None)
+        policy = state.call.policy
+        row = rows.done_vertex(
+            sample.spec,
+            state.call,
+            result,
+            attempt=effect.attempt,
+            trainable=policy in self._trained,
+            ready_unix_ns=state.ready_unix_ns,
+            dispatched_unix_ns=state.dispatched_unix_ns,
+            finished_unix_ns=time.time_ns(),
+        )
+        self.counters["vertices"] += 1
+        self.counters["tokens"] += len(result.tokens)
+        self.counters["prompt_tokens"] += len(state.call.prompt_tokens)
+        answer = CallAnswer(
+            vertex_id=effect.vertex_id, tokens=result.tokens, finish_reason=result.finish_reason
+        )
+        sample.writing += 1
+        self._writing.add(effect.attempt_id)
+        sample.count(result.version)
+        self._writer.vertex(
+            row, partial(self._accepted, sample, state.call, answer, effect.attempt_id, host_id)
+        )
+
+    def _accepted(
+        self,
+        sample: SampleState,
+        call: AgentCall,
+        answer: CallAnswer,
+        attempt_id: str,
+        host_id: str,
+        outcome: int,
+    ) -> None:
+        """An accepted result is durable: answer the call, let the host forget it."""
+        self._writing.discard(attempt_id)
+        session = self._hosts.session(host_id)
+        if session is not None:
+            session.outgoing.add().stored.append(attempt_id)
+        sample.writing -= 1
+        sample.done.add(call.vertex_id)
+        if outcome == WRITE_OUTCOME_DUPLICATE:
+            self.counters["duplicates"] += 1
+            self._listener.row_found(sample, call.vertex_id, call.agent)
+        else:
+            self._listener.call_answered(sample, answer)
+        self._listener.row_stored(sample)
+
+    def _fail(self, effect: Fail) -> None:
+        state = self._calls.pop(effect.vertex_id)
+        sample = state.sample
+        sample.calls.pop(effect.vertex_id, None)
+        self.counters["failures"] += 1
+        failure = Failure(
+            reason=effect.reason, message=effect.message, metadata={"agent": state.call.agent}
+        )
+        row = self._ended_row(state, common_pb2.VERTEX_STATUS_FAILED, failure)
+        answer = CallAnswer(vertex_id=effect.vertex_id, failure=failure)
+        sample.writing += 1
+
+        def stored(_: int) -> None:
+            sample.writing -= 1
+            self._listener.call_answered(sample, answer)
+            self._listener.row_stored(sample)
+
+        self._writer.vertex(row, stored)
+
+    def _ended_row(
+        self,
+        state: CallState,
+        status: common_pb2.VertexStatus.ValueType,
+        failure: Failure | None = None,
+    ) -> Vertex:
+        return rows.ended_vertex(
+            state.sample.spec,
+            state.call,
+            status,
+            attempt=max(state.attempt, 1),
+            trainable=state.call.policy in self._trained,
+            ready_unix_ns=state.ready_unix_ns,
+            dispatched_unix_ns=state.dispatched_unix_ns,
+            finished_unix_ns=time.time_ns(),
+            failure=failure,
+        )
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        # The loop's clock may be a hair early; the core fires what is due by its own.
+        self._post(TimerFired())

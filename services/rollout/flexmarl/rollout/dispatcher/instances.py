@@ -1,0 +1,181 @@
+"""The run's instances as the hosts tell of them: what they hold, what they were told, how busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+    INSTANCE_STATE_DEAD,
+    INSTANCE_STATE_EMPTY,
+    INSTANCE_STATE_LOADING,
+    INSTANCE_STATE_SERVING,
+    INSTANCE_STATE_STARTING,
+    InstanceSpec,
+    InstanceStatus,
+)
+from flexmarl.core.dispatch_events import InstanceChanged, InstanceUse
+from flexmarl.core.weight_loads import InstanceWeights, Load
+
+LOAD_RETRY_S: Final = 1.0
+"""Pause before a refused load is ordered again."""
+LOAD_PATIENCE_S: Final = 60.0
+"""An order that was not answered for so long is given again."""
+
+_USES: Final[Mapping[int, InstanceUse]] = {
+    INSTANCE_STATE_STARTING: InstanceUse.PAUSED,
+    INSTANCE_STATE_EMPTY: InstanceUse.PAUSED,
+    INSTANCE_STATE_LOADING: InstanceUse.PAUSED,
+    INSTANCE_STATE_SERVING: InstanceUse.SERVING,
+    INSTANCE_STATE_DEAD: InstanceUse.GONE,
+}
+
+
+@dataclass(slots=True)
+class Instance:
+    """One instance.
+
+    Attributes:
+        spec: What the host was asked to run.
+        host_id: Host that runs it.
+        status: What the host said last.
+        reachable: Whether its host is connected.
+        requested: Version it was told to load and has not answered about.
+        requested_at: When.
+        not_before: Time before which a refused load is not repeated.
+        busy_since: Since when it has had a request; None while idle.
+        busy_s: Busy time since `sampled_at`.
+        sampled_at: When the busy share was read last.
+    """
+
+    spec: InstanceSpec
+    host_id: str
+    status: InstanceStatus = field(default_factory=InstanceStatus)
+    reachable: bool = True
+    requested: int | None = None
+    requested_at: float = 0.0
+    not_before: float = 0.0
+    busy_since: float | None = None
+    busy_s: float = 0.0
+    sampled_at: float = 0.0
+
+    @property
+    def instance_id(self) -> str:
+        """Id."""
+        return self.spec.instance_id
+
+    @property
+    def serving(self) -> bool:
+        """Whether it takes requests."""
+        return self.reachable and self.status.state == INSTANCE_STATE_SERVING
+
+    def change(self) -> InstanceChanged:
+        """What the dispatcher core is told."""
+        use = _USES.get(self.status.state, InstanceUse.PAUSED)
+        if not self.reachable and use is not InstanceUse.GONE:
+            use = InstanceUse.PAUSED
+        return InstanceChanged(
+            instance_id=self.instance_id,
+            policies=tuple(self.spec.policies),
+            use=use,
+            capacity=self.spec.max_concurrency,
+            version=self.status.version,
+            weights_hash=self.status.weights_hash,
+        )
+
+    def note_load(self, running: int, now: float) -> None:
+        """Accounts busy time; called when the number of requests changes."""
+        if running and self.busy_since is None:
+            self.busy_since = now
+        elif not running and self.busy_since is not None:
+            self.busy_s += now - max(self.busy_since, self.sampled_at)
+            self.busy_since = None
+
+    def take_busy_fraction(self, now: float) -> float:
+        """Share of the time since the last call with at least one request."""
+        busy_s = self.busy_s
+        if self.busy_since is not None:
+            busy_s += now - max(self.busy_since, self.sampled_at)
+        passed_s = now - self.sampled_at
+        self.busy_s, self.sampled_at = 0.0, now
+        return min(busy_s / passed_s, 1.0) if passed_s > 0 else 0.0
+
+
+class InstanceBook:
+    """All instances of a run."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._instances.values())
+
+    def get(self, instance_id: str) -> Instance | None:
+        """An instance by id."""
+        return self._instances.get(instance_id)
+
+    def on_host(self, host_id: str) -> list[Instance]:
+        """Instances of one host."""
+        return [i for i in self._instances.values() if i.host_id == host_id]
+
+    def hosts(self) -> dict[str, str]:
+        """Host by instance id."""
+        return {i.instance_id: i.host_id for i in self._instances.values()}
+
+    def set(self, spec: InstanceSpec, host_id: str, now: float) -> None:
+        """Places an instance on a host; one that is there already stays as it is."""
+        known = self._instances.get(spec.instance_id)
+        if known is None or known.host_id != host_id:
+            self._instances[spec.instance_id] = Instance(spec, host_id, sampled_at=now)
+
+    def remove(self, instance_id: str) -> None:
+        """Forgets an instance."""
+        self._instances.pop(instance_id, None)
+
+    def heard(self, status: InstanceStatus, host_id: str, now: float) -> Instance | None:
+        """Takes what a host says; None for an instance that is not placed there."""
+        instance = self._instances.get(status.instance_id)
+        if instance is None or instance.host_id != host_id:
+            return None
+        instance.status = status
+        restarted = status.state in (INSTANCE_STATE_STARTING, INSTANCE_STATE_DEAD)
+        served = status.state == INSTANCE_STATE_SERVING and status.version == instance.requested
+        refused = status.HasField("failure") and instance.requested is not None
+        if restarted or served or refused:
+            instance.requested = None
+        if refused:
+            instance.not_before = now + LOAD_RETRY_S
+        return instance
+
+    def ordered(self, load: Load, now: float) -> None:
+        """Notes that a load was ordered."""
+        for instance_id in load.instance_ids:
+            instance = self._instances[instance_id]
+            instance.requested, instance.requested_at = load.version, now
+
+    def weights(self, now: float) -> list[InstanceWeights]:
+        """What instances that could load now hold."""
+        found: list[InstanceWeights] = []
+        for instance in self._instances.values():
+            state = instance.status.state
+            if not instance.reachable or state not in (
+                INSTANCE_STATE_EMPTY,
+                INSTANCE_STATE_SERVING,
+                INSTANCE_STATE_LOADING,
+            ):
+                continue
+            if instance.requested is not None and now - instance.requested_at > LOAD_PATIENCE_S:
+                instance.requested = None
+            serving = state == INSTANCE_STATE_SERVING
+            found.append(
+                InstanceWeights(
+                    instance_id=instance.instance_id,
+                    policy=instance.spec.policies[0],
+                    version=instance.status.version if serving else None,
+                    weights_hash=instance.status.weights_hash,
+                    requested=instance.requested,
+                    not_before=instance.not_before,
+                )
+            )
+        return found

@@ -1,0 +1,158 @@
+"""Opening a run: read it from its home shard, unpack it, build its parts, start its workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Run as RunRow
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import WorkerSetup
+from flexmarl.client.bundle import materialise
+from flexmarl.client.store import StoreClient
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.config import RolloutConfig
+from flexmarl.rollout.dispatcher.call_desk import CallDesk
+from flexmarl.rollout.dispatcher.fleet import Fleet
+from flexmarl.rollout.dispatcher.hosts import Hosts
+from flexmarl.rollout.dispatcher.instances import InstanceBook
+from flexmarl.rollout.dispatcher.run import Run
+from flexmarl.rollout.dispatcher.workers import WorkerPool
+from flexmarl.rollout.dispatcher.writer import GraphWriter
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.children import Children
+from flexmarl.runtime.run_config import RunConfig
+from flexmarl.runtime.spans import SpanRecorder
+
+
+class RunOpener:
+    """Builds runs; the only place that knows how their parts fit.
+
+    Args:
+        config: The service's config.
+        hosts: Connected engine hosts.
+        children: Starts workers.
+        background: Owns their tasks.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        hosts: Hosts,
+        children: Children,
+        background: Background,
+        record_trace: bool = False,
+    ) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._children = children
+        self._background = background
+        self._record_trace = record_trace
+
+    async def open(self, run_id: str, shards: list[ShardAddress], term: int) -> Run:
+        """Opens a run.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, MODEL_INVALID, NOT_ENOUGH_INSTANCES, UNAVAILABLE.
+        """
+        patience_s = self._config.store_patience_s
+        store = StoreClient.connect(shards[0].address, patience_s=patience_s)
+        try:
+            row = await store.get_run(run_id)
+            config = _parse(row)
+            setup = await self._set_up(store, row)
+            return self._build(store, row, config, setup, shards, term)
+        except BaseException:
+            await store.close()
+            raise
+
+    async def _set_up(self, store: StoreClient, row: RunRow) -> WorkerSetup:
+        cache = self._config.data_dir / "cache"
+        folder = await materialise(store, row.workflow_bundle, cache)
+        # One after the other: policies often share a base model, and then one unpacks it.
+        models = {name: await materialise(store, row.models[name], cache) for name in row.models}
+        return WorkerSetup(
+            run_id=row.run_id,
+            workflow_path=str(folder.resolve()),
+            config_json=row.config_json,
+            model_paths={name: str(path.resolve()) for name, path in models.items()},
+        )
+
+    def _build(
+        self,
+        store: StoreClient,
+        row: RunRow,
+        config: RunConfig,
+        setup: WorkerSetup,
+        shards: list[ShardAddress],
+        term: int,
+    ) -> Run:
+        spans = SpanRecorder(service="rollout")
+        run = Run(
+            row.run_id,
+            config=config,
+            store=store,
+            background=self._background,
+            spans=spans,
+            span_dir=self._config.data_dir / "spans" / row.run_id,
+            max_crashes=self._config.worker_restarts,
+        )
+        run.term = term
+        writer = GraphWriter(
+            store,
+            run_id=row.run_id,
+            term=lambda: run.term,
+            on_trouble=run.trouble,
+            patience_s=self._config.store_patience_s,
+        )
+        instances = InstanceBook()
+        parts: dict[str, Any] = {"hosts": self._hosts, "instances": instances}
+        fleet = Fleet(
+            row.run_id,
+            config=config,
+            models=row.models,
+            shards=shards,
+            term=lambda: run.term,
+            engine=self._config.engine,
+            spans=spans,
+            open_versions=run.open_versions,
+            **parts,
+        )
+        desk = CallDesk(
+            config,
+            writer=writer,
+            listener=run,
+            seed=config.seed,
+            record=self._record_trace,
+            **parts,
+        )
+        workers = WorkerPool(
+            self._children,
+            setup=setup,
+            num_workers=config.workflow.num_workers,
+            max_samples=config.workflow.max_samples_per_worker,
+            report_dir=_made(self._config.data_dir / "reports"),
+            log=self._config.log,
+            listener=run,
+        )
+        run.wire(desk=desk, fleet=fleet, writer=writer, workers=workers)
+        return run
+
+
+def _parse(row: RunRow) -> RunConfig:
+    try:
+        return RunConfig.model_validate_json(row.config_json)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT, f"config of run {row.run_id!r}: {key}: {first['msg']}"
+        ) from None
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,47 @@
+"""A run's status, as people and the orchestrator see it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import InstanceStatus
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import QueueStatus, RolloutStatus
+from flexmarl.rollout.dispatcher.run import Run
+
+
+def run_status(run: Run, incarnation: str) -> RolloutStatus:
+    """The status now."""
+    waits = run.waits()
+    status = RolloutStatus(
+        incarnation=incarnation,
+        ready=not waits and run.fatal is None,
+        version=max(run.version, 0),
+        num_open_samples=run.num_open,
+        instances=instance_statuses(run),
+        counters={name: float(value) for name, value in run.desk.counters.items()},
+        waits=waits,
+        unix_ns=time.time_ns(),
+        fatal=run.fatal,
+    )
+    for policy in run.config.policies:
+        waiting, running = run.desk.queue(policy)
+        status.queues[policy].CopyFrom(QueueStatus(num_waiting=waiting, num_running=running))
+    return status
+
+
+def instance_statuses(run: Run) -> list[InstanceStatus]:
+    """Instances with what the dispatcher knows better than their hosts."""
+    now = asyncio.get_running_loop().time()
+    statuses: list[InstanceStatus] = []
+    for instance in run.fleet.instances:
+        status = InstanceStatus()
+        status.CopyFrom(instance.status)
+        status.instance_id = instance.instance_id
+        status.host_id = instance.host_id
+        del status.policies[:]
+        status.policies.extend(instance.spec.policies)
+        status.num_running = run.desk.num_at(instance.instance_id)
+        status.busy_fraction = instance.take_busy_fraction(now)
+        statuses.append(status)
+    return statuses
