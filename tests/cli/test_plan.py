@@ -13,7 +13,9 @@ from flexmarl.cli.preflight.ports import is_free, pick_ports
 
 def test_every_service_accepts_its_configuration(tmp_path):
     from flexmarl.meg_store.config import MegStoreConfig
+    from flexmarl.orchestrator.config import OrchestratorConfig
     from flexmarl.rollout.config import RolloutConfig
+    from flexmarl.trainer.config import TrainerConfig
 
     specs = plan_services(ClusterFolder(tmp_path), ClusterSettings(slots=2, durability="fsync"))
     configs = {spec.name: tomllib.loads(spec.config) for spec in specs}
@@ -24,8 +26,11 @@ def test_every_service_accepts_its_configuration(tmp_path):
     host = RolloutConfig.model_validate(configs["engine_host"])
     addresses = {spec.name: spec.address for spec in specs}
     assert (host.role, host.dispatcher) == ("engine-host", addresses["rollout"])
-    assert configs["trainer"]["slots"] == ["slot0", "slot1"]
-    assert configs["orchestrator"]["trainers"] == [addresses["trainer"]]
+    trainer = TrainerConfig.model_validate(configs["trainer"])
+    assert trainer.slots == ("slot0", "slot1")
+    orchestrator = OrchestratorConfig.model_validate(configs["orchestrator"])
+    assert orchestrator.trainers == (addresses["trainer"],)
+    assert orchestrator.rollout == addresses["rollout"]
 
 
 def test_an_override_reaches_its_service_alone(tmp_path):

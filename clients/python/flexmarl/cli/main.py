@@ -8,6 +8,8 @@ import sys
 
 def main() -> None:
     """Run the command line; exits the process."""
+    # gRPC's own notes on broken connections say nothing that the command does not say itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from flexmarl.cli.app import app
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flexmarl.cli.errors import CliError
 from flexmarl.runtime.run_config import RunConfig
+
+_PARQUET_MAGIC: Final = b"PAR1"
 
 
 def check_dataset(config: RunConfig) -> int:
@@ -47,16 +49,9 @@ def check_dataset(config: RunConfig) -> int:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    match path.suffix:
-        case ".parquet":
-            yield from _parquet_rows(path)
-        case ".jsonl" | ".json":
-            yield from _jsonl_rows(path)
-        case other:
-            raise CliError(
-                f"dataset.path: {path}: {other or 'no suffix'} is not known; "
-                "give a .jsonl or .parquet file"
-            )
+    with path.open("rb") as file:
+        is_parquet = file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+    return _parquet_rows(path) if is_parquet else _jsonl_rows(path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
