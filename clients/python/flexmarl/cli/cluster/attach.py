@@ -77,7 +77,10 @@ def parse_cluster(items: list[str]) -> Addresses:
         if running is None:
             raise CliError(f"--cluster {items[0]}: no cluster runs there; start one: flexmarl up")
         return addresses_of(running)
-    named = dict(item.partition("=")[::2] for item in items)
+    named: dict[str, str] = {}
+    for item in items:
+        name, _, address = item.partition("=")
+        named[name] = address
     unknown = sorted(set(named) - {"store", "orchestrator"})
     if unknown or not named.get("store"):
         raise CliError(

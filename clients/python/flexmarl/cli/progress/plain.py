@@ -31,7 +31,7 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

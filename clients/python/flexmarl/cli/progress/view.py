@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Protocol, Self
 
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
@@ -15,12 +14,7 @@ class View(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def say(self, line: str) -> None:
         """Show a line about the cluster."""
