@@ -1,0 +1,149 @@
+"""The numbers of one batch: rewards, tokens, and where the time went.
+
+A step reaches from one batch's last update to the next one's, so that the steps of a run add up to
+its time. Its parts, in order: the commit of the batch before, its hand-over (activation), the
+rollout until the last group closed, and the training that was left then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flexmarl.core.advantages import row_reward
+from flexmarl.core.batch import BatchGroups, GroupState
+from flexmarl.core.policy_training import RecordStage
+from flexmarl.core.states import GroupStatus, SampleStatus
+from flexmarl.core.training import Training
+from flexmarl.core.training_rows import SampleFact
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Moments of the present step, in seconds; what did not happen yet is None.
+
+    Attributes:
+        begun: Updates of the batch before were made.
+        committed: It was committed.
+        activated: Its version became active.
+        closed: The last group so far closed.
+    """
+
+    begun: float
+    committed: float | None = None
+    activated: float | None = None
+    closed: float | None = None
+
+    def parts(self, now: float) -> dict[str, float]:
+        """Seconds of the step that ends now, and of its parts."""
+        committed = self.begun if self.committed is None else self.committed
+        activated = committed if self.activated is None else self.activated
+        closed = now if self.closed is None else max(self.closed, activated)
+        return {
+            "step_s": now - self.begun,
+            "step/commit_s": committed - self.begun,
+            "step/hand_over_s": activated - committed,
+            "step/rollout_s": closed - activated,
+            "step/training_tail_s": now - closed,
+        }
+
+
+@dataclass(slots=True)
+class TrainMeans:
+    """Means of what trainers reported, weighted by tokens, per policy; newest values beside."""
+
+    _sums: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    _newest: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, policy: str, metrics: Mapping[str, float], *, weight: float) -> None:
+        """A micro-batch's numbers."""
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                total, weights = self._sums.get((policy, name), (0.0, 0.0))
+                self._sums[policy, name] = (total + value * weight, weights + weight)
+
+    def put(self, policy: str, metrics: Mapping[str, float]) -> None:
+        """An update's numbers: they hold for the whole batch."""
+        for name, value in metrics.items():
+            self._newest[policy, name] = value
+
+    def take(self) -> dict[str, float]:
+        """The numbers by `train/<policy>/<name>`; begins anew."""
+        means = {key: total / weights for key, (total, weights) in self._sums.items() if weights}
+        taken = {f"train/{p}/{name}": v for (p, name), v in {**means, **self._newest}.items()}
+        self._sums.clear()
+        self._newest.clear()
+        return taken
+
+
+def batch_metrics(batch: BatchGroups, training: Training, *, step_s: float) -> dict[str, float]:
+    """Rewards and tokens of a batch whose updates are made.
+
+    Args:
+        batch: Its groups.
+        training: Its policies.
+        step_s: Seconds that it took, for the rates.
+    """
+    facts = [fact for group in batch.groups.values() for fact in group.samples.values()]
+    done = [fact for fact in facts if fact.status is SampleStatus.DONE]
+    team = [f.rewards.team for f in done if f.rewards is not None and f.rewards.team is not None]
+    metrics: dict[str, float] = {
+        "num_samples": float(len(done)),
+        "num_failed": float(sum(fact.status is SampleStatus.FAILED for fact in facts)),
+        "zero_variance_groups": float(sum(g.zero_variance for g in batch.groups.values())),
+    }
+    if team:
+        metrics["team_reward"] = _mean(team)
+    metrics.update(_means("reward/", _agent_rewards(batch)))
+    metrics.update(_means("metric/", _named_metrics(done)))
+    sampled = sum(row.num_response_tokens for g in batch.groups.values() for row in g.rows)
+    trained = sum(
+        row.num_response_tokens
+        for policy in training.trained
+        for record in policy.records.values()
+        if record.stage is RecordStage.IN_SUM
+        for row in record.rows
+    )
+    for name, count in (("sampled", sampled), ("trained", trained)):
+        metrics[f"tokens/{name}"] = float(count)
+        if step_s > 0:
+            metrics[f"tokens_per_s/{name}"] = count / step_s
+    return metrics
+
+
+def num_groups(batch: BatchGroups, status: GroupStatus) -> int:
+    """Groups that ended so."""
+    return sum(group.status is status for group in batch.groups.values())
+
+
+def _agent_rewards(batch: BatchGroups) -> Iterator[tuple[str, float]]:
+    for group in batch.groups.values():
+        yield from _agent_rewards_of(group)
+
+
+def _agent_rewards_of(group: GroupState) -> Iterator[tuple[str, float]]:
+    for row in group.rows:
+        fact = group.samples.get(row.sample_id)
+        if fact is None or fact.status is not SampleStatus.DONE or fact.rewards is None:
+            continue
+        reward = row_reward(fact.rewards, row)
+        if reward is not None:
+            yield row.agent, reward
+
+
+def _named_metrics(done: Iterable[SampleFact]) -> Iterator[tuple[str, float]]:
+    for fact in done:
+        if fact.rewards is not None:
+            yield from fact.rewards.metrics.items()
+
+
+def _means(prefix: str, items: Iterable[tuple[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in items:
+        values.setdefault(name, []).append(value)
+    return {prefix + name: _mean(values[name]) for name in sorted(values)}
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,85 @@
+"""What the parts of a driver share about its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.rollout.v1alpha1 import rollout_pb2
+from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.client.store import StoreClient
+from flexmarl.core.batch_metrics import StepClock, TrainMeans
+from flexmarl.core.errors import DomainError
+from flexmarl.orchestrator.calls import raise_if_taken_over
+from flexmarl.orchestrator.dataset import Dataset
+from flexmarl.runtime.run_config import RunConfig
+
+
+@dataclass(slots=True)
+class RunContext:
+    """One run under one term.
+
+    Attributes:
+        run_id: Run.
+        term: This orchestrator's term.
+        config: The run's configuration.
+        store: Its home shard.
+        home: Address of the home shard, as this orchestrator knows it.
+        dataset: Its queries.
+        manifest: Newest committed manifest; None before version 0.
+        states: Newest saved state record of each policy.
+        query_index: Dataset row of each group of the open batch.
+        micro_batches: Records of the open batch.
+        reports: Reports of versions that were committed by this process.
+        rollout_status: Newest status of the dispatcher.
+        trainer_status: Newest status of each trainer.
+        clock: Moments of the present step.
+        train_means: Numbers that trainers reported in the present step.
+    """
+
+    run_id: str
+    term: int
+    config: RunConfig
+    store: StoreClient
+    home: common_pb2.ShardAddress
+    dataset: Dataset
+    manifest: graph_pb2.Manifest | None = None
+    states: dict[str, graph_pb2.StateRecord] = field(default_factory=dict)
+    query_index: dict[str, int] = field(default_factory=dict)
+    micro_batches: dict[str, graph_pb2.MicroBatch] = field(default_factory=dict)
+    reports: list[orchestrator_pb2.VersionReport] = field(default_factory=list)
+    rollout_status: rollout_pb2.RolloutStatus | None = None
+    trainer_status: dict[str, trainer_pb2.TrainerStatus] = field(default_factory=dict)
+    clock: StepClock = field(default_factory=lambda: StepClock(begun=time.monotonic()))
+    train_means: TrainMeans = field(default_factory=TrainMeans)
+
+    @property
+    def shards(self) -> Sequence[common_pb2.ShardAddress]:
+        """The run's store shards, for the other services."""
+        return (self.home,)
+
+    def query_of(self, group_id: str) -> bytes:
+        """The query of an admitted group."""
+        return self.dataset.queries[self.query_index[group_id]]
+
+    async def confirm_term(self) -> None:
+        """Make sure that nobody has taken the run over, where no other call would tell.
+
+        Raises:
+            TakenOverError: A newer term exists.
+        """
+        try:
+            await self.store.update_run_status(
+                self.run_id, common_pb2.RUN_STATUS_RUNNING, term=self.term
+            )
+        except DomainError as error:
+            raise_if_taken_over(error)
+            raise
+
+    def save_seen(self, state: graph_pb2.StateRecord) -> None:
+        """Remember a policy's newest state."""
+        self.states[state.policy] = state

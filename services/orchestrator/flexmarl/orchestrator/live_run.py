@@ -1,0 +1,239 @@
+"""One run in this process: from taking its term to its end, and what is told of it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
+from flexmarl.client.channel import Channel
+from flexmarl.client.enums import RUN_STATUS
+from flexmarl.client.store import StoreClient
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.fencing import ORCHESTRATOR_SCOPE
+from flexmarl.core.run_effects import EndRun
+from flexmarl.core.states import RunStatus
+from flexmarl.core.training_rows import RunFailure
+from flexmarl.orchestrator.calls import TakenOverError
+from flexmarl.orchestrator.config import OrchestratorConfig
+from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.convert import (
+    cursor_of,
+    dataset_name,
+    failure_message,
+    failure_of_error,
+)
+from flexmarl.orchestrator.dataset import Dataset, DatasetRules, read_dataset
+from flexmarl.orchestrator.driver import Driver
+from flexmarl.orchestrator.progress import describe
+from flexmarl.orchestrator.recovery import read_stored_run
+from flexmarl.orchestrator.rollout_effects import RolloutEffects
+from flexmarl.orchestrator.rules import parse_config
+from flexmarl.orchestrator.trainer_effects import TrainerEffects
+from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.run_config import RunConfig
+from flexmarl.runtime.spans import SpanRecorder
+
+_log = get_logger(__name__)
+
+CLOSE_TIMEOUT_S: Final = 10.0
+"""How long the end of a run waits for the other services to let go of it."""
+
+
+class LiveRun:
+    """A run that this process drives, or has driven.
+
+    Args:
+        run: The stored run.
+        home: Its home shard, at the address that is right now.
+        store: Client of it; closed with the run.
+        config: Of the service.
+        rollout: Channel to the dispatcher.
+        trainers: Channels to the trainers.
+        spans: Recorder of the process.
+    """
+
+    def __init__(
+        self,
+        run: graph_pb2.Run,
+        home: common_pb2.ShardAddress,
+        store: StoreClient,
+        *,
+        config: OrchestratorConfig,
+        rollout: Channel,
+        trainers: Sequence[Channel],
+        spans: SpanRecorder,
+    ) -> None:
+        self.run_id = run.run_id
+        self.home = home
+        self.store = store
+        self.taken_over = False
+        self.ended = asyncio.Event()
+        self._run = run
+        self._run_config: RunConfig = parse_config(run.config_json)
+        self._config = config
+        self._channels = (rollout, tuple(trainers))
+        self._spans = spans
+        self._context: RunContext | None = None
+        self._driver: Driver | None = None
+        self._stop: bool | None = None
+        self._status: common_pb2.RunStatus.ValueType = common_pb2.RUN_STATUS_RUNNING
+        self._failure: RunFailure | None = None
+        self._version = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it reached its last version."""
+        return bool(self._status == common_pb2.RUN_STATUS_FINISHED)
+
+    @property
+    def reports(self) -> Sequence[pb.VersionReport]:
+        """Reports of versions that this process committed, oldest first."""
+        return () if self._context is None else self._context.reports
+
+    @property
+    def progress(self) -> pb.RunProgress:
+        """Where the run stands."""
+        progress = pb.RunProgress(
+            run_id=self.run_id,
+            status=self._status,
+            version=self._version,
+            num_versions=self._run_config.versions,
+            stage="done" if self.ended.is_set() else "starting",
+        )
+        if self._failure is not None:
+            progress.failure.CopyFrom(failure_message(self._failure))
+        if self._context is not None and self._driver is not None:
+            describe(progress, self._context, self._driver.core)
+        elif not self.ended.is_set():
+            progress.waits.append(f"store at {self.home.address}: read the run")
+        return progress
+
+    def stop(self, *, finish_batch: bool) -> None:
+        """Ask it to stop."""
+        self._stop = finish_batch
+        if self._driver is not None:
+            self._driver.stop(finish_batch=finish_batch)
+
+    def recall(self) -> None:
+        """Take an ended run as the store has it: nothing is driven."""
+        self._status = self._run.status
+        self._version = self._run_config.versions
+        self.ended.set()
+
+    async def drive(self) -> None:
+        """Drive the run until it ends, whatever happens; its last state is in the store then."""
+        try:
+            end = await self._drive()
+            await self._finish(end)
+        except TakenOverError as error:
+            self.taken_over = True
+            _log.warning("taken_over", run=self.run_id, why=str(error))
+        except asyncio.CancelledError:
+            raise  # the process stops: the run stays RUNNING and is taken up at the next start
+        except Exception as error:  # noqa: BLE001 - the edge of a run: others must go on
+            _log.exception("run_failed", run=self.run_id)
+            await self._fail(failure_of_error(error))
+        self.ended.set()
+
+    async def _drive(self) -> EndRun:
+        term = await self.store.acquire_term(self.run_id, ORCHESTRATOR_SCOPE, holder="orchestrator")
+        await self.store.update_run_status(self.run_id, common_pb2.RUN_STATUS_RUNNING, term=term)
+        context = RunContext(
+            run_id=self.run_id,
+            term=term,
+            config=self._run_config,
+            store=self.store,
+            home=self.home,
+            dataset=Dataset(()),
+        )
+        self._context = context
+        context.dataset = await self._read_dataset()
+        stored = await read_stored_run(context)
+        rollout, trainers = self._channels
+        patience_s = self._config.service_patience_s
+        driver = Driver(
+            context,
+            stored,
+            rollout=RolloutEffects(rollout, context, patience_s=patience_s),
+            trainers={
+                channel.address: TrainerEffects(
+                    channel,
+                    context,
+                    patience_s=patience_s,
+                    operation_timeout_s=self._config.operation_timeout_s,
+                )
+                for channel in trainers
+            },
+            spans=self._spans,
+            patience_s=patience_s,
+            status_interval_ms=self._config.status_interval_ms,
+        )
+        self._driver = driver
+        if self._stop is not None:
+            driver.stop(finish_batch=self._stop)
+        _log.info(
+            "run_driven",
+            run=self.run_id,
+            term=term,
+            version=stored.version,
+            cursor=str(cursor_of(context.manifest.cursor)) if context.manifest else "",
+        )
+        return await driver.drive()
+
+    async def _read_dataset(self) -> Dataset:
+        dataset = self._run_config.dataset
+        content = await self.store.get_object(self._run.dataset.key)
+        rules = DatasetRules(
+            name=dataset_name(str(dataset.path), self._run.dataset.key),
+            columns=dataset.columns,
+            limit=dataset.limit,
+            min_rows=self._run_config.batch.groups,
+        )
+        return await asyncio.to_thread(read_dataset, content, rules)
+
+    async def _finish(self, end: EndRun) -> None:
+        self._failure = end.failure
+        await self._write_status(end.status, end.failure)
+        await self._let_go()
+
+    async def _fail(self, failure: RunFailure) -> None:
+        self._failure = failure
+        try:
+            await self._write_status(RunStatus.FAILED, failure)
+        except TakenOverError:
+            self.taken_over = True
+        except DomainError as error:
+            # The store is away: it still says RUNNING, and the next start takes the run up.
+            self._status = common_pb2.RUN_STATUS_FAILED
+            _log.error("status_not_written", run=self.run_id, error=str(error))
+        await self._let_go()
+
+    async def _write_status(self, status: RunStatus, failure: RunFailure | None) -> None:
+        term = 0 if self._context is None else self._context.term
+        wire = RUN_STATUS.to_wire(status)
+        try:
+            await self.store.update_run_status(
+                self.run_id,
+                wire,
+                term=term,
+                failure=None if failure is None else failure_message(failure),
+            )
+        except DomainError as error:
+            if error.reason is ErrorReason.TERM_STALE:
+                raise TakenOverError(error.message) from error
+            raise
+        self._status = wire
+
+    async def _let_go(self) -> None:
+        """Have the other services close the run; one that does not answer finds out by its term."""
+        if self._driver is None or self.taken_over:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._driver.close_services()
+        except TimeoutError:
+            _log.warning("services_did_not_let_go", run=self.run_id)

@@ -1,0 +1,84 @@
+"""Reading a run back from the store: the only thing that a restart needs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.enums import GROUP_STATUS
+from flexmarl.core.dataset_order import Cursor
+from flexmarl.core.run_effects import GroupSpec
+from flexmarl.core.run_events import StoredGroup, StoredRecord, StoredRun
+from flexmarl.core.states import GroupStatus
+from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.convert import DONE, cursor_of, row_of, sample_fact, state_fact
+
+_NOT_VOID = common_pb2.VOID_REASON_UNSPECIFIED
+
+
+async def read_stored_run(context: RunContext) -> StoredRun:
+    """Reads what the store holds, and remembers in the context what effects will need of it."""
+    store, run_id = context.store, context.run_id
+    context.manifest = await store.get_manifest(run_id)
+    for policy in sorted(context.config.policies):
+        state = await store.get_state(run_id, policy)
+        if state is not None:
+            context.save_seen(state)
+    states = {name: state_fact(state) for name, state in context.states.items()}
+    if context.manifest is None:
+        return StoredRun(states=states)
+    batch = context.manifest.version
+    groups, samples, records = await asyncio.gather(
+        store.list_groups(run_id, batch=batch),
+        store.list_samples(run_id, batch=batch),
+        store.list_micro_batches(run_id, batch=batch),
+    )
+    metas = [
+        vertex.meta
+        async for vertex in store.list_vertices(run_id, pb.VertexFilter(batch=batch, status=DONE))
+        if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT
+    ]
+    context.query_index.update((group.group_id, group.query_index) for group in groups)
+    context.micro_batches.update((record.micro_batch_id, record) for record in records)
+    void = {meta.vertex_id for meta in metas if meta.void_reason != _NOT_VOID}
+    return StoredRun(
+        version=batch,
+        cursor=cursor_of(context.manifest.cursor) if context.manifest else Cursor(),
+        groups=tuple(_group(group, metas, shard=context.home.name) for group in groups),
+        samples=tuple(sample_fact(sample) for sample in samples),
+        records=tuple(_record(record, void) for record in records),
+        states=states,
+    )
+
+
+def _group(group: graph_pb2.Group, metas: list[graph_pb2.VertexMeta], *, shard: str) -> StoredGroup:
+    status = GROUP_STATUS.to_core(group.status)
+    own = [meta for meta in metas if meta.group_id == group.group_id]
+    ended = status is not GroupStatus.OPEN
+    return StoredGroup(
+        spec=GroupSpec(
+            group_id=group.group_id,
+            ordinal=group.ordinal,
+            query_index=group.query_index,
+            replaces=group.replaces_group_id,
+        ),
+        status=status,
+        rows=tuple(row_of(meta, shard=shard) for meta in own) if ended else (),
+        claimable=frozenset(
+            meta.vertex_id
+            for meta in own
+            if meta.HasField("advantage") and meta.void_reason == _NOT_VOID
+        ),
+    )
+
+
+def _record(record: graph_pb2.MicroBatch, void: set[str]) -> StoredRecord:
+    vertex_ids = tuple(ref.vertex_id for ref in record.rows)
+    return StoredRecord(
+        micro_batch_id=record.micro_batch_id,
+        policy=record.policy,
+        vertex_ids=vertex_ids,
+        voided=bool(vertex_ids) and vertex_ids[0] in void,
+    )

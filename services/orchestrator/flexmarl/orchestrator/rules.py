@@ -1,0 +1,71 @@
+"""From a run's stored configuration to what the core decides with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from flexmarl.core.advantages import AdvantageRule
+from flexmarl.core.batch import BatchRules
+from flexmarl.core.closure import ClosureRules
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.policy_training import PolicyRules
+from flexmarl.core.run import RunRules
+from flexmarl.core.training import TrainingRules
+from flexmarl.runtime.run_config import RunConfig
+
+
+def parse_config(config_json: bytes) -> RunConfig:
+    """The run's configuration, as it was stored with it.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT: another version of this software wrote it.
+    """
+    try:
+        return RunConfig.model_validate_json(config_json)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT,
+            f"the run's stored configuration: {key}: {problem['msg']}",
+            {"key": key},
+        ) from None
+
+
+def rules_of(config: RunConfig, *, trainers: Sequence[str]) -> RunRules:
+    """What the core needs of a configuration."""
+    batch, advantage = config.batch, config.advantage
+    return RunRules(
+        num_versions=config.versions,
+        batch=BatchRules(
+            num_groups=batch.groups,
+            samples_per_group=batch.samples_per_group,
+            closure=ClosureRules(
+                on_sample_failure=batch.on_sample_failure,
+                refill_max=batch.refill_max,
+                replace_max=batch.replace_max,
+                on_replace_exhausted=batch.on_replace_exhausted,
+                filter_zero_variance=batch.filter_zero_variance,
+            ),
+            advantage=AdvantageRule(
+                scope=advantage.scope,
+                normalize_std=advantage.normalize_std,
+                epsilon=advantage.epsilon,
+            ),
+        ),
+        training=TrainingRules(
+            policies={
+                name: PolicyRules(
+                    trained=policy.kind == "trained",
+                    world_size=policy.trainer.world_size,
+                    micro_batch_rows=policy.trainer.micro_batch_rows,
+                )
+                for name, policy in config.policies.items()
+            },
+            min_residence_s=config.trainer.min_residence_s,
+            ledger_every_s=config.trainer.ledger_every_s,
+        ),
+        trainers=tuple(trainers),
+    )

@@ -1,0 +1,202 @@
+"""Effects on the MEG Store: groups, rows, micro-batches, and the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.errors import DeadlineError
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.run_effects import (
+    AdmitGroups,
+    CloseGroup,
+    CloseSubgraphs,
+    Commit,
+    CountVertices,
+    CreateMicroBatch,
+    GroupSpec,
+    MarkRows,
+    ReadRows,
+    VoidRows,
+)
+from flexmarl.core.run_events import Counted, RowsRead
+from flexmarl.core.training_rows import Row
+from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.convert import (
+    DONE,
+    closure_of,
+    cursor_message,
+    policy_manifest,
+    row_of,
+    row_ref,
+    voided_row,
+)
+from flexmarl.runtime.aio import Coalescer
+
+RecordOf = Callable[[Commit, pb.CountVerticesResponse], graph_pb2.BatchRecord]
+"""Makes the account of the batch that a commit ends."""
+
+
+class StoreEffects:
+    """Executes effects on the home shard.
+
+    Every call repeats itself while the store is away (`StoreClient`) and changes nothing when it is
+    repeated after it took effect.
+
+    Args:
+        context: The run.
+        record_of: Makes batch records.
+    """
+
+    def __init__(self, context: RunContext, record_of: RecordOf) -> None:
+        self._context = context
+        self._record_of = record_of
+        self._counts = pb.CountVerticesResponse()
+        # Groups that end together are closed in one write.
+        self._closures: Coalescer[pb.GroupClosure, None] = Coalescer(
+            self._close_all, name="group closures", max_batch_items=64, max_in_flight=2
+        )
+
+    async def admit_groups(self, effect: AdmitGroups) -> None:
+        """Write the groups."""
+        now_ns = time.time_ns()
+        context = self._context
+        groups = [self._group(effect.batch, spec, now_ns) for spec in effect.groups]
+        context.query_index.update((spec.group_id, spec.query_index) for spec in effect.groups)
+        await context.store.write_graph(context.run_id, term=context.term, groups=groups)
+
+    async def read_rows(self, effect: ReadRows) -> RowsRead:
+        """Read the finished vertices of a group."""
+        chosen = pb.VertexFilter(batch=effect.batch, group_id=effect.group_id, status=DONE)
+        return RowsRead(tuple([row async for row in self._rows(chosen)]))
+
+    async def close_group(self, effect: CloseGroup) -> None:
+        """Close the group, together with others that end now."""
+        await self._closures.submit(closure_of(effect))
+
+    async def close_subgraphs(self, effect: CloseSubgraphs) -> None:
+        """Mark the subgraphs closed."""
+        context = self._context
+        marks = [pb.ClosedSubgraph(batch=effect.batch, policy=policy) for policy in effect.policies]
+        await context.store.close_subgraph(context.run_id, marks, term=context.term)
+
+    async def create_micro_batch(self, effect: CreateMicroBatch) -> None:
+        """Write the record."""
+        context = self._context
+        record = graph_pb2.MicroBatch(
+            micro_batch_id=effect.micro_batch_id,
+            policy=effect.policy,
+            batch=effect.batch,
+            rows=[row_ref(row) for row in effect.rows],
+            term=context.term,
+            num_tokens=sum(row.num_tokens for row in effect.rows),
+            created_unix_ns=time.time_ns(),
+        )
+        await context.store.create_micro_batch(context.run_id, record)
+        context.micro_batches[effect.micro_batch_id] = record
+
+    async def mark_rows(self, effect: MarkRows) -> None:
+        """Mark the rows of a record."""
+        context = self._context
+        await context.store.mark_rows(
+            context.run_id,
+            effect.micro_batch_id,
+            [row_ref(row) for row in effect.rows],
+            term=context.term,
+        )
+
+    async def void_rows(self, effect: VoidRows) -> None:
+        """Void rows that were left over."""
+        context = self._context
+        await context.store.void_rows(
+            context.run_id, [voided_row(item) for item in effect.rows], term=context.term
+        )
+
+    async def count_vertices(self, effect: CountVertices) -> Counted:
+        """Have the batch counted; the counts go into its record."""
+        context = self._context
+        self._counts = await context.store.count_vertices(
+            context.run_id, batch=effect.batch, batch_attempt=0, consumed=effect.consumed
+        )
+        refs = self._counts.open_rows
+        if not refs:
+            return Counted(())
+        vertices = await context.store.get_vertices(context.run_id, refs, view=pb.VERTEX_VIEW_META)
+        shard = context.home.name
+        return Counted(tuple(row_of(vertex.meta, shard=shard) for vertex in vertices))
+
+    async def commit(self, effect: Commit) -> None:
+        """Write the manifest; a repeated commit of this orchestrator is the same one."""
+        context = self._context
+        manifest = graph_pb2.Manifest(
+            version=effect.version,
+            cursor=cursor_message(effect.cursor),
+            term=context.term,
+            committed_unix_ns=0,
+        )
+        stepped = effect.stepped
+        if context.manifest is None:
+            stepped = tuple(context.states)
+        else:
+            for name, entry in context.manifest.policies.items():
+                manifest.policies[name].CopyFrom(entry)
+            manifest.batch.CopyFrom(self._record_of(effect, self._counts))
+        for name in stepped:
+            state = context.states[name]
+            if state.version != effect.version:
+                raise DomainError(
+                    ErrorReason.INTERNAL,
+                    f"policy {name}: its newest state is of version {state.version}, "
+                    f"not {effect.version}",
+                )
+            manifest.policies[name].CopyFrom(policy_manifest(state))
+        await self._commit(manifest, effect.expected_version)
+        context.manifest = manifest
+        # Groups of the next batch are admitted after this, and its records come later still.
+        context.micro_batches.clear()
+        context.query_index.clear()
+
+    async def _commit(self, manifest: graph_pb2.Manifest, expected: int | None) -> None:
+        context = self._context
+        try:
+            await context.store.commit(context.run_id, manifest, expected_version=expected)
+        except DomainError as error:
+            if not isinstance(error, DeadlineError) and (
+                error.reason is not ErrorReason.VERSION_MISMATCH
+            ):
+                raise
+            # It may have taken effect, with the answer lost.
+            newest = await context.store.get_manifest(context.run_id, version=manifest.version)
+            if newest is None or newest.term != context.term:
+                raise
+        manifest.committed_unix_ns = time.time_ns()
+
+    async def _close_all(self, closures: list[pb.GroupClosure]) -> list[None]:
+        context = self._context
+        await context.store.close_groups(context.run_id, closures, term=context.term)
+        return [None] * len(closures)
+
+    async def _rows(self, chosen: pb.VertexFilter) -> AsyncIterator[Row]:
+        context = self._context
+        shard = context.home.name
+        async for vertex in context.store.list_vertices(context.run_id, chosen):
+            meta = vertex.meta
+            if meta.kind == common_pb2.VERTEX_KIND_AGENT:
+                yield row_of(meta, shard=shard)
+
+    def _group(self, batch: int, spec: GroupSpec, now_ns: int) -> graph_pb2.Group:
+        context = self._context
+        return graph_pb2.Group(
+            group_id=spec.group_id,
+            batch=batch,
+            ordinal=spec.ordinal,
+            query_index=spec.query_index,
+            query_json=context.dataset.queries[spec.query_index],
+            num_samples=context.config.batch.samples_per_group,
+            status=common_pb2.GROUP_STATUS_OPEN,
+            replaces_group_id=spec.replaces,
+            opened_unix_ns=now_ns,
+        )

@@ -1,0 +1,87 @@
+"""Long-lived streams of a driver: the store's events, and the state of the other services."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.errors import FlexMarlError, NotFoundError
+from flexmarl.core.run_events import FatalReported, SampleChanged, StopRequested
+from flexmarl.core.training_rows import RunFailure
+from flexmarl.orchestrator.calls import back_off
+from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.convert import sample_fact
+from flexmarl.orchestrator.inbox import Inbox
+
+SILENCE_S: Final = 15.0
+"""A status stream without a message for this long is opened again."""
+
+_KINDS: Final = (pb.EVENT_KIND_SAMPLE, pb.EVENT_KIND_RUN)
+
+
+async def watch_store(context: RunContext, inbox: Inbox) -> None:
+    """Brings news of samples; resumes by itself (`StoreClient.watch`).
+
+    Waits for the store; freed by the driver, which cancels it at the end of the run.
+    """
+    first_batch = 0 if context.manifest is None else context.manifest.version
+    async for response in context.store.watch(context.run_id, kinds=_KINDS):
+        for event in response.events:
+            if event.kind == pb.EVENT_KIND_SAMPLE:
+                if event.sample.batch >= first_batch:
+                    await inbox.put(SampleChanged(sample_fact(event.sample)))
+            elif event.run.status == common_pb2.RUN_STATUS_STOPPED:
+                # Somebody stopped it without this orchestrator. Old news of an earlier stop come
+                # from before the present term: the store's present state decides.
+                run = await context.store.get_run(context.run_id)
+                if run.status == common_pb2.RUN_STATUS_STOPPED:
+                    inbox.push(StopRequested(finish_batch=False))
+
+
+async def watch_status(
+    open_stream: Callable[[], Any],
+    *,
+    incarnation: str,
+    on_status: Callable[[Any], None],
+    on_lost: Callable[[str], None],
+    inbox: Inbox,
+    patience_s: float,
+    who: str,
+) -> None:
+    """Follows a service until it is found to have been started anew.
+
+    Waits for its states; freed by another incarnation, by a service that does not know the run, or
+    by the driver. A service that stays away longer than `patience_s` ends the run, also when
+    nothing else waits for it.
+    """
+    heard = time.monotonic()
+    failed = 0
+    while True:
+        call = open_stream()
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    response = await call.read()
+                if not hasattr(response, "status"):
+                    break  # the end of the stream: the service stops
+                heard, failed = time.monotonic(), 0
+                if response.status.incarnation != incarnation:
+                    on_lost(f"{who} was started anew")
+                    return
+                on_status(response.status)
+        except NotFoundError:
+            on_lost(f"{who} does not know the run")
+            return
+        except (FlexMarlError, TimeoutError) as error:
+            if time.monotonic() - heard > patience_s:
+                message = f"{who} has not answered for {patience_s:g} s ({error})"
+                inbox.push(FatalReported(RunFailure(reason="UNAVAILABLE", message=message)))
+                return
+        finally:
+            call.cancel()
+        failed += 1
+        await back_off(failed)
