@@ -106,6 +106,24 @@ async def test_a_service_that_refuses_to_start_is_quoted(folder):
     assert caught.value.exit_code == 2
 
 
+async def test_services_outlive_who_waits_for_their_failure_and_stop_in_order(folder):
+    cluster = cluster_of(folder, [])
+    await cluster.start()
+    try:
+        waiting = asyncio.create_task(cluster.failed())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with StoreClient.connect(cluster.address(STORE)) as store:
+            assert (await store.get_stats()).shard == "s0"
+        pid = service(folder)["pid"]
+    finally:
+        await cluster.stop()
+    assert not psutil.pid_exists(pid)
+    last = json.loads(folder.log(STORE).read_text().splitlines()[-1])
+    assert last["event"] == "stopped"
+
+
 async def test_one_process_per_folder(folder):
     cluster = cluster_of(folder, [])
     await cluster.start()

@@ -16,6 +16,10 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output is gone; the flush at exit must not fail on that again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as error:
         if os.environ.get("FLEXMARL_DEBUG") == "1":
             raise

@@ -96,7 +96,10 @@ class LocalCluster:
         Raises:
             CliError: The service's.
         """
-        await asyncio.gather(*self._tasks.values())
+        # Not `gather`: who gives up waiting must not end the services.
+        done, _ = await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
 
     async def stop(self) -> None:
         """Stop all services in order; safe to call twice."""
@@ -110,6 +113,7 @@ class LocalCluster:
                 await task
         if self._children is not None:
             await self._children.close()
+            self._children = None
         if self._lock is not None:
             self._folder.cluster_file.unlink(missing_ok=True)
             self._lock.close()
