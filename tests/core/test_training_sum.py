@@ -15,6 +15,8 @@ def test_a_ledger_knows_what_was_added_and_what_was_dropped() -> None:
     assert not ledger.empty
     assert not Ledger(batch=3, dropped=("b",)).empty
     assert ledger.counts == Counts(num_rows=3, num_tokens=10)
+    assert ledger.counts.denominator("token_mean") == 10.0
+    assert ledger.counts.denominator("seq_mean") == 3.0
     assert [ledger.presence(name) for name in "abcd"] == [
         Presence.ADDED,
         Presence.DROPPED,

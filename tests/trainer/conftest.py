@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from trainer.harness import Ranks, start_ranks, write_model
+from trainer.service_harness import Cluster, start_cluster
 
 
 @pytest.fixture(scope="session")
@@ -16,4 +17,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks]:
     async with start_ranks(2, tmp_path_factory.mktemp("segments")) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with start_cluster(tmp_path_factory.mktemp("cluster")) as started:
         yield started

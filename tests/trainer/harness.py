@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import PolicyConfig
-from flexmarl.trainer.state_layout import segment_layout
+from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.workers import Worker
 
 TINY = {
@@ -152,7 +153,9 @@ class Policy:
         return [reply.added for reply in await self.ranks.call(self.members, gradients=command)]
 
     def segment(self, kind: str) -> rank_pb2.MappedSegment:
-        layout = segment_layout(kind, self.parameters, weights_dtype=self.config.rollout.dtype)
+        layout = lay_out(
+            segment_specs(kind, self.parameters, weights_dtype=self.config.rollout.dtype)
+        )
         self.ranks.files += 1
         path = self.ranks.folder / f"{kind}{self.ranks.files}"
         with path.open("wb") as file:

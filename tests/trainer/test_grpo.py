@@ -9,7 +9,7 @@ import torch
 
 from flexmarl.core.ledger import Counts
 from flexmarl.runtime.run_config import LossConfig
-from flexmarl.trainer.rank.losses.base import LossInputs, denominator
+from flexmarl.trainer.rank.losses.base import LossInputs
 from flexmarl.trainer.rank.losses.grpo import grpo
 
 
@@ -64,8 +64,8 @@ def test_aggregations_weigh_tokens_and_name_their_denominator():
     given = inputs([-1.0] * 4, rows=[1, 3, 3, 3])
     assert gradient(given, aggregation="seq_mean")[1] == pytest.approx([-1.0] + [-1 / 3] * 3)
     counts = Counts(num_rows=2, num_tokens=4)
-    assert denominator(counts, "token_mean") == 4.0
-    assert denominator(counts, "seq_mean") == 2.0
+    assert counts.denominator("token_mean") == 4.0
+    assert counts.denominator("seq_mean") == 2.0
 
 
 @pytest.mark.parametrize("old", ["proximal", "behaviour"])

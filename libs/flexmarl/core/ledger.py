@@ -38,6 +38,14 @@ class Counts:
             num_rows=self.num_rows + other.num_rows, num_tokens=self.num_tokens + other.num_tokens
         )
 
+    def denominator(self, aggregation: str) -> float:
+        """Returns what a sum of these is divided by, once, at apply.
+
+        Args:
+            aggregation: "token_mean" (sampled tokens) or "seq_mean" (rows).
+        """
+        return float(self.num_rows if aggregation == "seq_mean" else self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.client.buffers import BufferSpec, Layout, lay_out
+from flexmarl.client.buffers import BufferSpec
 
 DTYPE_NAMES: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
 """Spelling of segments by that of a run's config."""
@@ -15,10 +15,10 @@ MOMENTS: Final = ("exp_avg.", "exp_avg_sq.")
 """Prefixes of AdamW's moments in a moments segment."""
 
 
-def segment_layout(
+def segment_specs(
     kind: str, parameters: Sequence[meg_store_pb2.NamedBuffer], *, weights_dtype: str
-) -> Layout:
-    """Lays out one kind of state: "weights", "master", "moments" or "gradients".
+) -> list[BufferSpec]:
+    """Returns the buffers of one kind of state: "weights", "master", "moments" or "gradients".
 
     Args:
         kind: See above.
@@ -27,10 +27,8 @@ def segment_layout(
     """
     prefixes = MOMENTS if kind == "moments" else ("",)
     dtype = DTYPE_NAMES[weights_dtype] if kind == "weights" else None
-    return lay_out(
-        [
-            BufferSpec(prefix + item.name, dtype or item.dtype, tuple(item.shape))
-            for item in parameters
-            for prefix in prefixes
-        ]
-    )
+    return [
+        BufferSpec(prefix + item.name, dtype or item.dtype, tuple(item.shape))
+        for item in parameters
+        for prefix in prefixes
+    ]

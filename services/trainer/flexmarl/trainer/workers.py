@@ -48,6 +48,8 @@ class Worker:
         self.position = position
         self.generation = 0
         self.busy_s = 0.0
+        self.resident: tuple[str, str] | None = None
+        """Keys of the master and moments that the worker's weights equal; None when unknown."""
         self._busy_since: float | None = None
         self._spawn = spawn
         self._warm_timeout_s = warm_timeout_s
@@ -176,6 +178,7 @@ class Worker:
         died = self._died()
         was_ready = self.ready
         self._ready.clear()
+        self.resident = None
         if self._child is not None:
             self._child.kill()
         for future in self._replies.values():

@@ -82,7 +82,7 @@ class Groups:
         self._device = device
         self._timeout_s = timeout_s
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
-        self._store: TCPStore | None = None
+        self._stores: dict[tuple[str, int], TCPStore] = {}
 
     def get(
         self, *, members: tuple[int, ...], prefix: str, host: str, port: int
@@ -104,12 +104,13 @@ class Groups:
     def _rendezvous(self, members: tuple[int, ...], prefix: str, *, host: str, port: int) -> Store:
         if len(members) == 1:
             return HashStore()
-        if self._store is None:
-            self._store = TCPStore(
+        store = self._stores.get((host, port))
+        if store is None:
+            store = self._stores[host, port] = TCPStore(
                 host,
                 port,
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=self._timeout_s),
             )
-        return PrefixStore(prefix, self._store)
+        return PrefixStore(prefix, store)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmarl.core.ledger import Counts
 from flexmarl.runtime.run_config import LossConfig
 
 
@@ -60,8 +59,3 @@ def token_weights(inputs: LossInputs, aggregation: str) -> torch.Tensor:
     if aggregation == "seq_mean":
         return mask / inputs.row_tokens.clamp(min=1).to(mask.dtype)
     return mask
-
-
-def denominator(counts: Counts, aggregation: str) -> float:
-    """Returns what the accumulated sum is divided by at apply."""
-    return float(counts.num_rows if aggregation == "seq_mean" else counts.num_tokens)

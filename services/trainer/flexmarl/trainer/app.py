@@ -1,0 +1,78 @@
+"""Composition root of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+
+from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.children import Children, end_leftovers
+from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.server import GrpcServer
+from flexmarl.runtime.spans import SpanRecorder
+from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.operations import Operations
+from flexmarl.trainer.pool import PRELOAD
+from flexmarl.trainer.servicer import SERVICE, WATCH_METHOD, Servicer
+from flexmarl.trainer.trainer import Trainer
+
+_FLUSH_SPANS_EVERY_S = 2.0
+
+_log = get_logger(__name__)
+
+
+async def serve(config: TrainerConfig) -> None:
+    """Serves until a signal. Health is NOT_SERVING until every slot's worker is warm.
+
+    Raises:
+        DomainError: PORT_IN_USE; NOT_READY when a worker does not become warm.
+    """
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    record = config.data_dir / "children.json"
+    end_leftovers(record)
+    servicer = Servicer()
+    server = GrpcServer(
+        config.server,
+        name="trainer",
+        add_to_server=[partial(add_TrainerServiceServicer_to_server, servicer)],
+        services=[SERVICE],
+        long_lived=[WATCH_METHOD],
+    )
+    await server.start()
+    spans = SpanRecorder(service="trainer")
+    threads = str(config.threads_per_rank)
+    try:
+        async with (
+            Children(
+                preload=PRELOAD,
+                record=record,
+                preload_env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)},
+            ) as children,
+            Background(lambda name, error: server.request_stop(f"{name} failed", error)) as tasks,
+        ):
+            trainer = Trainer(config, children, tasks, spans=spans)
+            tasks.start("spans", _flush_spans(spans, config))
+            servicer.open(trainer, Operations(tasks, max_kept=config.max_operations))
+            server.on_drain(servicer.drain)
+            tasks.start("readiness", _report_ready(trainer, server))
+            try:
+                await server.serve_until_signal()
+            finally:
+                await server.stop()
+                await trainer.close()
+    finally:
+        await server.stop()
+        await asyncio.to_thread(spans.flush, config.data_dir / "spans")
+
+
+async def _report_ready(trainer: Trainer, server: GrpcServer) -> None:
+    await trainer.wait_ready()
+    server.set_ready(True)
+
+
+async def _flush_spans(spans: SpanRecorder, config: TrainerConfig) -> None:
+    while True:
+        await asyncio.sleep(_FLUSH_SPANS_EVERY_S)
+        await asyncio.to_thread(spans.flush, config.data_dir / "spans")

@@ -1,0 +1,132 @@
+"""Work in progress and its ends, by the request that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.logging import get_logger
+
+Work = Callable[[], Awaitable[Message]]
+"""Does the work and returns its result, one of those that an Operation can hold."""
+
+_RESULT_FIELDS = {
+    "BindPolicyResult": "bind",
+    "ComputeGradientsResult": "gradients",
+    "StateResult": "state",
+}
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    payload_hash: bytes
+    operation: trainer_pb2.Operation
+    done: asyncio.Event
+
+
+class Operations:
+    """Starts operations, answers who waits for them, keeps ended ones for a while.
+
+    Args:
+        background: Owner of the tasks.
+        max_kept: Most operations remembered; the oldest ended ones go first.
+    """
+
+    def __init__(self, background: Background, *, max_kept: int) -> None:
+        self._background = background
+        self._max_kept = max_kept
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def start(self, request: Message, request_id: str, work: Work) -> trainer_pb2.Operation:
+        """Starts the work of a request, or finds it again.
+
+        Raises:
+            DomainError: REQUEST_ID_REUSED, QUEUE_FULL, INVALID_ARGUMENT without an id.
+        """
+        if not request_id:
+            raise DomainError(ErrorReason.INVALID_ARGUMENT, "request_id is empty")
+        payload_hash = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            if entry.payload_hash != payload_hash:
+                raise DomainError(
+                    ErrorReason.REQUEST_ID_REUSED,
+                    f"request {request_id} came before with another content",
+                    {"request_id": request_id},
+                )
+            return entry.operation
+        self._make_room()
+        operation = trainer_pb2.Operation(operation_id=request_id)
+        entry = self._entries[request_id] = _Entry(payload_hash, operation, asyncio.Event())
+        self._background.start(f"{type(request).__name__} {request_id}", self._run(entry, work))
+        return operation
+
+    async def wait(self, operation_id: str, *, timeout_s: float) -> trainer_pb2.Operation:
+        """Waits for the end, at most `timeout_s`; returns the operation, ended or not.
+
+        Raises:
+            DomainError: NOT_FOUND.
+        """
+        entry = self._require(operation_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await entry.done.wait()
+        except TimeoutError:
+            pass
+        return entry.operation
+
+    async def _run(self, entry: _Entry, work: Work) -> None:
+        operation = entry.operation
+        try:
+            result = await work()
+            getattr(operation, _RESULT_FIELDS[type(result).__name__]).CopyFrom(result)
+        except DomainError as error:
+            operation.failure.CopyFrom(
+                common_pb2.Failure(
+                    reason=error.reason, message=error.message, metadata=dict(error.metadata)
+                )
+            )
+            _log.warning("operation_failed", operation=operation.operation_id, error=str(error))
+        except asyncio.CancelledError:
+            operation.failure.CopyFrom(
+                common_pb2.Failure(reason=ErrorReason.CANCELLED, message="cancelled")
+            )
+            raise
+        except Exception:  # noqa: BLE001 - the edge of an operation: its caller learns of it
+            _log.exception("operation_broke", operation=operation.operation_id)
+            operation.failure.CopyFrom(
+                common_pb2.Failure(reason=ErrorReason.INTERNAL, message="see the trainer's log")
+            )
+        finally:
+            operation.done = True
+            entry.done.set()
+
+    def _make_room(self) -> None:
+        while len(self._entries) >= self._max_kept:
+            ended = next((key for key, entry in self._entries.items() if entry.done.is_set()), None)
+            if ended is None:
+                raise DomainError(
+                    ErrorReason.QUEUE_FULL, f"{len(self._entries)} operations are in progress"
+                )
+            del self._entries[ended]
+
+    def _require(self, operation_id: str) -> _Entry:
+        entry = self._entries.get(operation_id)
+        if entry is None:
+            raise DomainError(
+                ErrorReason.NOT_FOUND,
+                f"no operation {operation_id} here; it may be of an earlier start of the trainer",
+                {"operation": operation_id},
+            )
+        return entry

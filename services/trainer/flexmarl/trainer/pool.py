@@ -1,0 +1,141 @@
+"""The pool of warm workers of a trainer, and the place where groups of them meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.children import ChildProcess, Children
+from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.workers import Worker
+
+PRELOAD = ("flexmarl.trainer.rank.preload",)
+"""What workers find imported: the trainer's own process never imports torch."""
+
+_RANK = "flexmarl.trainer.rank.main:run_rank"
+_RENDEZVOUS = "flexmarl.trainer.rank.main:run_rendezvous"
+_RENDEZVOUS_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """How the workers of a group find each other.
+
+    Attributes:
+        prefix: Names the group within the rendezvous store; "" for a group of one. It contains each
+            worker's generation, so a group with a new worker is a new group.
+        host: Host of the rendezvous store.
+        port: Its port; 0 for a group of one.
+    """
+
+    prefix: str
+    host: str
+    port: int
+
+
+class WorkerPool:
+    """One warm worker per slot.
+
+    Args:
+        config: Slots, devices, times.
+        children: Starts processes.
+        background: Owns the supervisors.
+        on_death: Called with the slot of a worker that died.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        children: Children,
+        background: Background,
+        *,
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._children = children
+        self._rendezvous: tuple[ChildProcess, int] | None = None
+        self._rendezvous_lock = asyncio.Lock()
+        self.workers = {
+            slot: Worker(
+                slot=slot,
+                position=position,
+                spawn=self._spawner(slot, position),
+                warm_timeout_s=config.warm_timeout_s,
+                on_death=lambda worker: on_death(worker.slot),
+            )
+            for position, slot in enumerate(config.slots)
+        }
+        for slot, worker in self.workers.items():
+            background.start(f"worker of {slot}", worker.run())
+
+    @property
+    def ready(self) -> bool:
+        """Whether all workers are warm."""
+        return all(worker.ready for worker in self.workers.values())
+
+    async def wait_ready(self) -> None:
+        """Waits until all workers are warm.
+
+        Raises:
+            DomainError: NOT_READY.
+        """
+        for worker in self.workers.values():
+            await worker.wait_ready(timeout_s=self._config.warm_timeout_s)
+
+    async def meet(self, workers: Sequence[Worker]) -> Meeting:
+        """Says how a group of workers finds itself; starts the rendezvous when first needed."""
+        if len(workers) == 1:
+            return Meeting(prefix="", host="", port=0)
+        prefix = "-".join(f"{worker.position}g{worker.generation}" for worker in workers)
+        return Meeting(
+            prefix=prefix, host=self._config.rendezvous_host, port=await self._rendezvous_port()
+        )
+
+    async def _rendezvous_port(self) -> int:
+        async with self._rendezvous_lock:
+            if self._rendezvous is None or self._rendezvous[0].exit_code is not None:
+                self._rendezvous = await self._start_rendezvous()
+            return self._rendezvous[1]
+
+    async def _start_rendezvous(self) -> tuple[ChildProcess, int]:
+        child = await self._children.spawn_preloaded(
+            _RENDEZVOUS,
+            {"timeout_s": self._config.collective_timeout_s},
+            name="rendezvous",
+        )
+        serve = rank_pb2.RankServeStore(host=self._config.rendezvous_host)
+        command = rank_pb2.RankCommand(command_id=1, serve_store=serve)
+        frames = aiter(child.link)
+        try:
+            async with asyncio.timeout(_RENDEZVOUS_TIMEOUT_S):
+                await anext(frames)  # that it runs
+                await child.link.send(command.SerializeToString())
+                reply = rank_pb2.RankReply.FromString(await anext(frames))
+        except (TimeoutError, StopAsyncIteration):
+            child.kill()
+            raise DomainError(
+                ErrorReason.CHILD_DIED, "the rendezvous of process groups did not start"
+            ) from None
+        return child, reply.store_served.port
+
+    def _spawner(self, slot: str, position: int) -> Callable[[], asyncio.Future[ChildProcess]]:
+        config = self._config
+        args = {
+            "position": position,
+            "device": "cpu" if config.device == "cpu" else f"cuda:{position}",
+            "interface": config.interface,
+            "threads": config.threads_per_rank,
+            "timeout_s": config.collective_timeout_s,
+            "max_resident_bytes": config.max_resident_bytes,
+        }
+
+        def spawn() -> asyncio.Future[ChildProcess]:
+            return asyncio.ensure_future(
+                self._children.spawn_preloaded(_RANK, args, name=f"rank/{slot}")
+            )
+
+        return spawn

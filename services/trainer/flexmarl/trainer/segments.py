@@ -1,0 +1,141 @@
+"""A policy's state between the store's segments and the ranks that map them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.client.segments import SegmentReader, SegmentWriter
+from flexmarl.client.store import StoreClient
+from flexmarl.trainer.state_layout import segment_specs
+
+HOLDER = "trainer"
+
+_TIERS = {
+    "memory": meg_store_pb2.SEGMENT_TIER_MEMORY,
+    "disk": meg_store_pb2.SEGMENT_TIER_DISK,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentNames:
+    """Keys of the segments that one binding of a policy writes.
+
+    The term makes them unique: no two bindings write under one key, so an equal key is an equal
+    content.
+    """
+
+    run_id: str
+    policy: str
+    term: int
+
+    def key(self, kind: str, *, version: int, number: int | None = None) -> str:
+        """Returns the key of a set's segment; `number` counts saves of gradients."""
+        key = f"{self.run_id}.{self.policy}.v{version}.t{self.term}.{kind}"
+        return key if number is None else f"{key}.{number}"
+
+
+class StateSegments:
+    """Opens and makes the segments of one policy.
+
+    Args:
+        store: Home store, on this node.
+        names: Keys.
+        tier: "memory" or "disk".
+        weights_dtype: Dtype that engines load.
+    """
+
+    def __init__(
+        self, store: StoreClient, names: SegmentNames, *, tier: str, weights_dtype: str
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._tier = _TIERS[tier]
+        self._weights_dtype = weights_dtype
+
+    @asynccontextmanager
+    async def opened(
+        self, refs: Mapping[str, common_pb2.ObjectRef]
+    ) -> AsyncIterator[list[rank_pb2.MappedSegment]]:
+        """Holds leases on segments for the block, by kind; yields them for the ranks to map."""
+        readers: list[SegmentReader] = await asyncio.gather(
+            *(self._open(ref.key) for ref in refs.values())
+        )
+        try:
+            yield [
+                rank_pb2.MappedSegment(
+                    kind=kind, key=ref.key, path=reader.path, buffers=reader.view.buffers
+                )
+                for (kind, ref), reader in zip(refs.items(), readers, strict=True)
+            ]
+        finally:
+            await asyncio.gather(*(reader.close() for reader in readers))
+
+    async def allocate(
+        self,
+        kinds: Sequence[str],
+        parameters: Sequence[meg_store_pb2.NamedBuffer],
+        *,
+        version: int,
+        number: int | None = None,
+    ) -> StateTargets:
+        """Makes room for some kinds of state of a set."""
+        writers = await asyncio.gather(
+            *(
+                self._allocate(
+                    kind, parameters, key=self._names.key(kind, version=version, number=number)
+                )
+                for kind in kinds
+            )
+        )
+        return StateTargets(dict(zip(kinds, writers, strict=True)))
+
+    async def _open(self, key: str) -> SegmentReader:
+        return await self._store.open_segment(self._names.run_id, key, holder=HOLDER)
+
+    async def _allocate(
+        self, kind: str, parameters: Sequence[meg_store_pb2.NamedBuffer], *, key: str
+    ) -> tuple[str, SegmentWriter]:
+        writer = await self._store.allocate_segment(
+            self._names.run_id,
+            key,
+            segment_specs(kind, parameters, weights_dtype=self._weights_dtype),
+            tier=self._tier,
+            attributes={"kind": kind, "policy": self._names.policy},
+        )
+        return key, writer
+
+
+class StateTargets:
+    """Allocated segments, by kind, until they are sealed."""
+
+    def __init__(self, writers: dict[str, tuple[str, SegmentWriter]]) -> None:
+        self._writers = writers
+
+    def for_ranks(self) -> list[rank_pb2.MappedSegment]:
+        """What the ranks map and fill."""
+        return [
+            rank_pb2.MappedSegment(kind=kind, key=key, path=writer.path, buffers=writer.layout)
+            for kind, (key, writer) in self._writers.items()
+        ]
+
+    async def seal(self, *, weights_hash: str = "") -> dict[str, common_pb2.ObjectRef]:
+        """Publishes them; weights carry their hash, the others' the store computes beside."""
+        refs = await asyncio.gather(
+            *(
+                writer.seal(checksum=weights_hash if kind == "weights" else "")
+                for kind, (_, writer) in self._writers.items()
+            )
+        )
+        return dict(zip(self._writers, refs, strict=True))
+
+    def abandon(self) -> None:
+        """Unmaps what was not sealed; the store sweeps it."""
+        for _, writer in self._writers.values():
+            if writer.object is None:
+                writer.abandon()

@@ -1,0 +1,185 @@
+"""TrainerService: parse, call the trainer, convert."""
+
+# ruff: noqa: N802 - handlers are named as in the contract
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+
+from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.trainer.v1alpha1 import trainer_pb2_grpc
+from flexmarl.core.call_context import bind_ids
+from flexmarl.core.errors import DomainError, ErrorReason, not_built
+from flexmarl.core.keepalive import DEADLINE_MARGIN_S
+from flexmarl.trainer.operations import Operations, Work
+from flexmarl.trainer.trainer import Trainer
+
+SERVICE = "flexmarl.api.trainer.v1alpha1.TrainerService"
+WATCH_METHOD = f"/{SERVICE}/WatchStatus"
+_DEFAULT_INTERVAL_MS = 500
+_MIN_INTERVAL_MS = 20
+_MAX_WAIT_S = 600.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """The methods of the service; NOT_READY until a trainer is there."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._operations: Operations | None = None
+        self._draining = asyncio.Event()
+
+    def open(self, trainer: Trainer, operations: Operations) -> None:
+        """Serves a trainer."""
+        self._trainer, self._operations = trainer, operations
+
+    async def drain(self) -> None:
+        """Ends the watches."""
+        self._draining.set()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer.
+
+        Raises:
+            DomainError: NOT_READY.
+        """
+        if self._trainer is None:
+            raise DomainError(ErrorReason.NOT_READY, "the trainer is starting its workers")
+        return self._trainer
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
+        """See the contract."""
+        return await self.trainer.open_run(request.run_id, term=request.term, shards=request.shards)
+
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
+        """See the contract."""
+        await self.trainer.close_run(request.run_id, term=request.term)
+        return pb.CloseRunResponse()
+
+    async def BindPolicy(
+        self, request: pb.BindPolicyRequest, context: Context
+    ) -> pb.BindPolicyResponse:
+        """See the contract."""
+        bind_ids(run=request.run_id, policy=request.policy)
+        work = partial(
+            self.trainer.bind,
+            request.run_id,
+            request.policy,
+            term=request.term,
+            slots=list(request.slots),
+            version=request.version if request.HasField("version") else None,
+        )
+        return pb.BindPolicyResponse(operation=self._start(request, request.request_id, work))
+
+    async def ComputeGradients(
+        self, request: pb.ComputeGradientsRequest, context: Context
+    ) -> pb.ComputeGradientsResponse:
+        """See the contract."""
+        record = request.micro_batch
+        bind_ids(run=request.run_id, policy=record.policy)
+        binding = self.trainer.binding(request.run_id, record.policy, term=request.term)
+        work = partial(
+            binding.add,
+            record,
+            version=request.version,
+            weights_hash=request.weights_hash,
+            fetch=partial(self.trainer.fetch, request.run_id, record.rows),
+        )
+        return pb.ComputeGradientsResponse(operation=self._start(request, request.request_id, work))
+
+    async def SaveGradients(
+        self, request: pb.SaveGradientsRequest, context: Context
+    ) -> pb.SaveGradientsResponse:
+        """See the contract."""
+        bind_ids(run=request.run_id, policy=request.policy)
+        binding = self.trainer.binding(request.run_id, request.policy, term=request.term)
+        operation = self._start(request, request.request_id, binding.save)
+        return pb.SaveGradientsResponse(operation=operation)
+
+    async def ApplyUpdate(
+        self, request: pb.ApplyUpdateRequest, context: Context
+    ) -> pb.ApplyUpdateResponse:
+        """See the contract."""
+        bind_ids(run=request.run_id, policy=request.policy)
+        binding = self.trainer.binding(request.run_id, request.policy, term=request.term)
+        work = partial(
+            binding.apply,
+            batch=request.batch,
+            micro_batch_ids=list(request.micro_batch_ids),
+        )
+        return pb.ApplyUpdateResponse(operation=self._start(request, request.request_id, work))
+
+    async def SuspendPolicy(
+        self, request: pb.SuspendPolicyRequest, context: Context
+    ) -> pb.SuspendPolicyResponse:
+        """See the contract."""
+        bind_ids(run=request.run_id, policy=request.policy)
+        binding = self.trainer.binding(request.run_id, request.policy, term=request.term)
+        operation = self._start(request, request.request_id, binding.suspend)
+        return pb.SuspendPolicyResponse(operation=operation)
+
+    async def WaitOperation(
+        self, request: pb.WaitOperationRequest, context: Context
+    ) -> pb.WaitOperationResponse:
+        """See the contract: answers before the caller's deadline, with what is known then."""
+        left_s = context.time_remaining()
+        timeout_s = _MAX_WAIT_S if left_s is None else left_s - 2 * DEADLINE_MARGIN_S
+        operation = await self.operations.wait(
+            request.operation_id, timeout_s=min(max(timeout_s, 0.0), _MAX_WAIT_S)
+        )
+        return pb.WaitOperationResponse(operation=operation)
+
+    async def CancelOperation(
+        self, request: pb.CancelOperationRequest, context: Context
+    ) -> pb.CancelOperationResponse:
+        """Not built: operations are short, and a half-done one would lose its binding."""
+        raise not_built("CancelOperation")
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: Context
+    ) -> pb.GetStatusResponse:
+        """See the contract."""
+        return pb.GetStatusResponse(status=self._status())
+
+    async def WatchStatus(
+        self, request: pb.WatchStatusRequest, context: Context
+    ) -> AsyncIterator[pb.WatchStatusResponse]:
+        """See the contract; waits for the interval, freed by the trainer's stop."""
+        interval_s = max(request.interval_ms or _DEFAULT_INTERVAL_MS, _MIN_INTERVAL_MS) / 1000
+        while not self._draining.is_set():
+            yield pb.WatchStatusResponse(status=self._status())
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._draining.wait()
+            except TimeoutError:
+                continue
+        raise DomainError(ErrorReason.DRAINING, "the trainer stops")
+
+    @property
+    def operations(self) -> Operations:
+        """The operations.
+
+        Raises:
+            DomainError: NOT_READY.
+        """
+        if self._operations is None:
+            raise DomainError(ErrorReason.NOT_READY, "the trainer is starting its workers")
+        return self._operations
+
+    def _start(self, request: Message, request_id: str, work: Work) -> pb.Operation:
+        return self.operations.start(request, request_id, work)
+
+    def _status(self) -> pb.TrainerStatus:
+        status = self.trainer.status()
+        status.unix_ns = time.time_ns()
+        return status

@@ -1,0 +1,330 @@
+"""A real MEG Store and a real trainer, each a process; a run with rows to train on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.harness import Row, make_rows
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as store_pb2
+from flexmarl.client.bundle import folder_hash
+from flexmarl.client.store import StoreClient
+from flexmarl.client.trainer import TrainerClient
+from flexmarl.core.ids import BatchId, GroupId, SampleId, VertexId, micro_batch_id
+from flexmarl.runtime.run_config import RunConfig
+
+
+class Service:
+    """A service process; `kill` and `start` again as often as needed."""
+
+    def __init__(self, module: str, folder: Path, **settings: Any) -> None:
+        self.module, self.folder, self.settings = module, folder, settings
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    async def start(self, *, timeout_s: float = 100.0) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        address_file = self.folder / "address.json"
+        address_file.unlink(missing_ok=True)
+        args = [sys.executable, "-m", self.module]
+        port = self.address.rpartition(":")[2] or "0"
+        settings = {"server.address_file": address_file, "server.port": port, **self.settings}
+        for key, value in settings.items():
+            args += ["--set", f"{key}={value}"]
+        with (self.folder / "log").open("ab") as log:
+            self.process = await asyncio.to_thread(
+                subprocess.Popen,
+                args,
+                stderr=log,
+                stdout=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        end = time.monotonic() + timeout_s
+        while not address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError((self.folder / "log").read_text()[-4000:])
+            await asyncio.sleep(0.05)
+        self.address = json.loads(address_file.read_text())["address"]
+
+    async def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return await asyncio.to_thread(self.process.wait, 30)
+
+
+@dataclass
+class Cluster:
+    store_service: Service
+    trainer_service: Service
+    store: StoreClient
+    trainer: TrainerClient
+    folder: Path
+
+    async def make_run(self, policies: dict[str, dict[str, Any]], models: dict[str, Path]) -> Run:
+        run_id = f"run-{uuid.uuid4().hex[:8]}"
+        config = RunConfig.model_validate(
+            {
+                "name": "t",
+                "seed": 7,
+                "versions": 3,
+                "workflow": {"entry": "m:team", "reward": "m:reward"},
+                "dataset": {"path": "/nowhere.jsonl"},
+                "batch": {"groups": 1, "samples_per_group": 2},
+                "policies": {
+                    name: {"model": {"path": str(models[name]), "init": "random"}, **sections}
+                    for name, sections in policies.items()
+                },
+                "agents": {f"agent-{name}": {"policy": name} for name in policies},
+                "trainer": {"slots": 2},
+            }
+        )
+        shards = [common_pb2.ShardAddress(name="s0", address=self.store.address)]
+        await self.store.create_run(
+            graph_pb2.Run(
+                run_id=run_id,
+                config_json=config.model_dump_json().encode(),
+                content_hash="sha256:0",
+                shards=shards,
+                models={
+                    name: graph_pb2.ModelRef(path=str(path), content_hash=folder_hash(path))
+                    for name, path in models.items()
+                },
+            )
+        )
+        run = Run(self, run_id, shards)
+        run.term = await self.store.acquire_term(run_id, "orchestrator", holder="test")
+        await self.trainer.open_run(run_id, term=run.term, shards=shards)
+        return run
+
+
+@dataclass
+class Run:
+    cluster: Cluster
+    run_id: str
+    shards: list[common_pb2.ShardAddress]
+    term: int = 0
+    terms: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    micro_batches: int = 0
+    manifest: graph_pb2.Manifest | None = None
+
+    @property
+    def version(self) -> int | None:
+        return None if self.manifest is None else self.manifest.version
+
+    async def bind(self, policy: str, slots: list[str], **more: Any):
+        self.terms[policy] = await self.cluster.store.acquire_term(
+            self.run_id, f"policy/{policy}", holder="test"
+        )
+        return await self.cluster.trainer.bind_policy(
+            self.run_id,
+            policy,
+            term=self.terms[policy],
+            slots=slots,
+            version=self.version,
+            **more,
+        )
+
+    async def first_commit(self, *policies: str) -> None:
+        """What the orchestrator does first: set 0 of every policy, then version 0."""
+        states = []
+        for policy in policies:
+            states.append((await self.bind(policy, ["slot0"])).state)
+            await self.suspend(policy)
+        await self.commit(*states)
+
+    async def commit(self, *states: graph_pb2.StateRecord) -> None:
+        version = 0 if self.manifest is None else self.manifest.version + 1
+        manifest = graph_pb2.Manifest(version=version, term=self.term)
+        if self.manifest is not None:
+            for name, entry in self.manifest.policies.items():
+                manifest.policies[name].CopyFrom(entry)
+        for state in states:
+            manifest.policies[state.policy].CopyFrom(
+                graph_pb2.PolicyManifest(
+                    weights=state.weights,
+                    weights_hash=state.weights_hash,
+                    master=state.master,
+                    moments=state.moments,
+                    num_updates=state.num_updates,
+                    state_version=state.version,
+                )
+            )
+        await self.cluster.store.commit(self.run_id, manifest, expected_version=self.version)
+        self.manifest = manifest
+
+    def vertices(self, policy: str, rows: list[Row], *, batch: int) -> list[graph_pb2.Vertex]:
+        assert self.manifest is not None
+        weights_hash = self.manifest.policies[policy].weights_hash
+        group = GroupId(BatchId(batch), self.groups)
+        self.groups += 1
+        made = []
+        for ordinal, row in enumerate(rows):
+            sample = SampleId(group, ordinal)
+            vertex_id = VertexId(sample, "0:0")
+            meta = graph_pb2.VertexMeta(
+                vertex_id=str(vertex_id),
+                sample_id=str(sample),
+                group_id=str(group),
+                batch=batch,
+                attempt=1,
+                path="0:0",
+                agent=f"agent-{policy}",
+                policy=policy,
+                kind=common_pb2.VERTEX_KIND_AGENT,
+                status=common_pb2.VERTEX_STATUS_DONE,
+                policy_version=batch,
+                weights_hash=weights_hash,
+                version_runs=[common_pb2.VersionRun(version=batch, num_tokens=len(row.response))],
+                num_prompt_tokens=len(row.prompt),
+                num_response_tokens=len(row.response),
+                trainable=True,
+            )
+            payload = graph_pb2.VertexPayload(
+                prompt_tokens=row.prompt,
+                response_tokens=row.response,
+                logprobs=row.logprobs,
+                temperature=row.temperature,
+            )
+            made.append(graph_pb2.Vertex(meta=meta, payload=payload))
+        return made
+
+    async def micro_batch(
+        self, policy: str, rows: list[Row], *, batch: int, edit: Any = None
+    ) -> graph_pb2.MicroBatch:
+        """Stores one group of finished rows, releases them, and records a micro-batch of them."""
+        store = self.cluster.store
+        vertices = self.vertices(policy, rows, batch=batch)
+        if edit is not None:
+            edit(vertices)
+        group_id = vertices[0].meta.group_id
+        group = graph_pb2.Group(
+            group_id=group_id,
+            batch=batch,
+            ordinal=self.groups - 1,
+            num_samples=len(rows),
+            query_json=b"{}",
+            status=common_pb2.GROUP_STATUS_OPEN,
+        )
+        samples = [
+            graph_pb2.Sample(
+                sample_id=vertex.meta.sample_id,
+                group_id=group_id,
+                batch=batch,
+                ordinal=ordinal,
+                status=common_pb2.SAMPLE_STATUS_DONE,
+                num_vertices=1,
+            )
+            for ordinal, vertex in enumerate(vertices)
+        ]
+        await store.write_graph(
+            self.run_id, term=self.term, groups=[group], samples=samples, vertices=vertices
+        )
+        refs = [
+            common_pb2.VertexRef(
+                shard="s0", vertex_id=vertex.meta.vertex_id, agent=vertex.meta.agent
+            )
+            for vertex in vertices
+        ]
+        released = [
+            store_pb2.ReleasedRow(row=ref, reward=0.0, advantage=row.advantage)
+            for ref, row in zip(refs, rows, strict=True)
+        ]
+        closure = store_pb2.GroupClosure(
+            group_id=group_id, status=common_pb2.GROUP_STATUS_CLOSED, released=released
+        )
+        await store.close_groups(self.run_id, [closure], term=self.term)
+        record = graph_pb2.MicroBatch(
+            micro_batch_id=micro_batch_id(
+                BatchId(batch), ordinal=self.micro_batches, policy=policy
+            ),
+            policy=policy,
+            batch=batch,
+            rows=refs,
+            term=self.term,
+        )
+        self.micro_batches += 1
+        await store.create_micro_batch(self.run_id, record)
+        return record
+
+    async def compute(self, record: graph_pb2.MicroBatch, **changes: Any):
+        assert self.manifest is not None
+        arguments = {
+            "term": self.terms[record.policy],
+            "version": record.batch,
+            "weights_hash": self.manifest.policies[record.policy].weights_hash,
+            **changes,
+        }
+        return await self.cluster.trainer.compute_gradients(self.run_id, record, **arguments)
+
+    async def save(self, policy: str):
+        return await self.cluster.trainer.save_gradients(
+            self.run_id, policy, term=self.terms[policy]
+        )
+
+    async def apply(self, policy: str, batch: int, ids: list[str]):
+        return await self.cluster.trainer.apply_update(
+            self.run_id, policy, term=self.terms[policy], batch=batch, micro_batch_ids=ids
+        )
+
+    async def suspend(self, policy: str):
+        return await self.cluster.trainer.suspend_policy(
+            self.run_id, policy, term=self.terms[policy]
+        )
+
+    async def read(self, ref: common_pb2.ObjectRef) -> bytes:
+        async with self.cluster.store.open_segment(self.run_id, ref.key, holder="test") as reader:
+            return b"".join(bytes(buffer.data) for _, buffer in sorted(reader.buffers.items()))
+
+
+@asynccontextmanager
+async def start_cluster(folder: Path, *, slots: int = 2) -> AsyncIterator[Cluster]:
+    memory = Path("/dev/shm") / f"flexmarl-test-{uuid.uuid4().hex[:12]}"
+    store_service = Service(
+        "flexmarl.meg_store",
+        folder / "store",
+        **{
+            "store.data_dir": folder / "store",
+            "store.shm_dir": memory,
+            "store.durability": "process",
+        },
+    )
+    names = ",".join(f'"slot{index}"' for index in range(slots))
+    trainer_service = Service(
+        "flexmarl.trainer",
+        folder / "trainer",
+        data_dir=folder / "trainer",
+        slots=f"[{names}]",
+        collective_timeout_s=20,
+    )
+    try:
+        await asyncio.gather(store_service.start(), trainer_service.start())
+        async with (
+            StoreClient.connect(store_service.address) as store,
+            TrainerClient.connect(trainer_service.address) as trainer,
+        ):
+            yield Cluster(store_service, trainer_service, store, trainer, folder)
+    finally:
+        for service in (trainer_service, store_service):
+            if service.process is not None and service.process.poll() is None:
+                await service.stop()
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+def rows(count: int, seed: int) -> list[Row]:
+    return make_rows(count, seed=seed)
