@@ -399,7 +399,10 @@ async def test_models_and_templates_that_do_not_fit_are_named(bench, tmp_path):
     assert "tokenizer.json" in ready.failure.message
 
 
-CHAT = "{% for m in messages %}{{ m.role[0] }},{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a,{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] }},{{ m.content }}.{% endfor %}"
+    "{% if add_generation_prompt %}a,{% endif %}"
+)
 
 
 async def test_chat_prompts_go_through_the_models_template(bench):

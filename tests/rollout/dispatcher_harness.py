@@ -1,0 +1,377 @@
+"""A real store and a real dispatcher as processes; stand-ins for orchestrator and engine host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Group, Manifest, PolicyManifest
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL
+from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RolloutStatus, SampleSpec
+from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
+from flexmarl.client.channel import connect
+from flexmarl.client.errors import FlexMarlError
+from flexmarl.client.rollout import RolloutClient
+from flexmarl.client.runs import RunSource, store_run
+from flexmarl.client.store import StoreClient
+from flexmarl.core.ids import BatchId, GroupId, SampleId
+from flexmarl.core.seeds import sample_seed
+from flexmarl.runtime.run_config import RunConfig
+
+RUN = "r1"
+Answer = Callable[[eng.GenerateRequest], list[int] | common_pb2.Failure | None]
+
+
+class Service:
+    """One service process."""
+
+    def __init__(self, module: str, folder: Path, *sets: str) -> None:
+        self.folder = folder
+        self.module = module
+        self.sets = sets
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    async def start(self, *, port: int = 0) -> Service:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        address_file = self.folder / "address.json"
+        address_file.unlink(missing_ok=True)
+        sets = [
+            f"server.address_file={address_file}", f"server.port={port}",
+            f"log.file={self.folder / 'log.jsonl'}", *self.sets,
+        ]  # fmt: skip
+        arguments = [part for item in sets for part in ("--set", item)]
+        output = (self.folder / "output.txt").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", self.module, *arguments],
+            stdout=output, stderr=output, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        output.close()
+        async with asyncio.timeout(40):
+            while not address_file.exists():
+                assert self.process.poll() is None, (self.folder / "output.txt").read_text()
+                await asyncio.sleep(0.02)
+        self.address = json.loads(address_file.read_text())["address"]
+        return self
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int | None:
+        if self.process is None:
+            return None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self.process.returncode
+
+
+def seeded_tokens(request: eng.GenerateRequest) -> list[int]:
+    """What a real engine does: tokens that are a function of seed and prompt alone."""
+    seed = request.sampling.seed
+    count = min(request.sampling.max_tokens, 4)
+    return [(seed + 7 * t + sum(request.prompt_tokens)) % 36 for t in range(count)]
+
+
+class HostStandIn:
+    """Speaks the real stream; answers at once, or as `answer` says.
+
+    Attributes:
+        requests: What came, in order.
+        loads: Weight orders that came.
+        aborts: Attempts that were aborted.
+        stored: Attempts that were acknowledged.
+    """
+
+    def __init__(
+        self, address: str, *, host_id: str = "h0", answer: Answer = seeded_tokens, room: int = 0
+    ) -> None:
+        self.address = address
+        self.host_id = host_id
+        self.answer = answer
+        self.room = room
+        self.incarnation = uuid.uuid4().hex
+        self.requests: list[eng.GenerateRequest] = []
+        self.loads: list[eng.LoadWeights] = []
+        self.aborts: list[str] = []
+        self.stored: set[str] = set()
+        self.statuses: dict[str, eng.InstanceStatus] = {}
+        self.unacked: dict[str, eng.GenerateResult] = {}
+        self.mislabel: dict[str, Any] = {}
+        self.drop_stored = False
+        self._out: asyncio.Queue[eng.ConnectEngineHostRequest] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> HostStandIn:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            channel = connect(self.address)
+            try:
+                await self._converse(channel)
+            except FlexMarlError:
+                await asyncio.sleep(0.05)
+            finally:
+                await channel.close()
+
+    async def _converse(self, channel: Any) -> None:
+        await channel.wait_ready(timeout_s=5)
+        call: Any = RolloutServiceStub(channel).ConnectEngineHost(timeout=600)
+        self._out = asyncio.Queue()
+        hello = eng.HostHello(
+            host_id=self.host_id, incarnation=self.incarnation, max_instances=self.room,
+            instances=self.statuses.values(), attempt_ids=list(self.unacked),
+        )  # fmt: skip
+        await call.write(eng.ConnectEngineHostRequest(hello=hello, results=self.unacked.values()))
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._take(message)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            message = await self._out.get()
+            while not self._out.empty():
+                message.MergeFrom(self._out.get_nowait())
+            await call.write(message)
+
+    def _take(self, message: eng.ConnectEngineHostResponse) -> None:
+        if not self.drop_stored:
+            self.stored.update(message.stored)
+            for attempt in message.stored:
+                self.unacked.pop(attempt, None)
+        reply = eng.ConnectEngineHostRequest()
+        if message.HasField("plan"):
+            wanted = {spec.instance_id: spec for spec in message.plan.instances}
+            self.statuses = {k: v for k, v in self.statuses.items() if k in wanted}
+            for name, spec in wanted.items():
+                if name not in self.statuses:
+                    self.set_status(name, list(spec.policies), eng.INSTANCE_STATE_EMPTY)
+            reply.instances.extend(self.statuses.values())
+        for load in message.loads:
+            self.loads.append(load)
+            for name in load.instance_ids:
+                status = self.set_status(
+                    name, [load.policy], eng.INSTANCE_STATE_SERVING, load.version, load.weights_hash
+                )
+                reply.instances.append(status)
+        self.aborts.extend(message.aborts)
+        for request in message.requests:
+            self.requests.append(request)
+            result = self._result(request)
+            if result is not None:
+                reply.results.append(result)
+        if reply.instances or reply.results:
+            self._out.put_nowait(reply)
+
+    def set_status(
+        self, name: str, policies: list[str], state: Any, version: int = 0, weights_hash: str = ""
+    ) -> eng.InstanceStatus:
+        status = eng.InstanceStatus(
+            instance_id=name, host_id=self.host_id, policies=policies, state=state,
+            version=version, weights_hash=weights_hash,
+        )  # fmt: skip
+        self.statuses[name] = status
+        return status
+
+    def _result(self, request: eng.GenerateRequest) -> eng.GenerateResult | None:
+        answer = self.answer(request)
+        if answer is None:
+            return None
+        status = self.statuses[request.instance_id]
+        result = eng.GenerateResult(
+            attempt_id=request.attempt_id, instance_id=request.instance_id,
+            version=status.version, weights_hash=status.weights_hash,
+        )  # fmt: skip
+        if isinstance(answer, common_pb2.Failure):
+            result.failure.CopyFrom(answer)
+            result.infrastructure = answer.metadata.get("infra", "") == "yes"
+        else:
+            result.tokens.extend(answer)
+            result.logprobs.extend([-0.5] * len(answer))
+            result.finish_reason = "length"
+            result.version_runs.append(VersionRun(version=result.version, num_tokens=len(answer)))
+        for name, value in self.mislabel.items():
+            setattr(result, name, value)
+        self.unacked[result.attempt_id] = result
+        return result
+
+    def send(self, *, instances: Iterable[Any] = (), results: Iterable[Any] = ()) -> None:
+        self._out.put_nowait(eng.ConnectEngineHostRequest(instances=instances, results=results))
+
+    def finish(self, request: eng.GenerateRequest, tokens: list[int]) -> None:
+        """Answers a request that was left unanswered."""
+        keep, self.answer = self.answer, lambda _: tokens
+        result = self._result(request)
+        self.answer = keep
+        self.send(results=[result])
+
+
+class Cluster:
+    """Store, dispatcher, and one run."""
+
+    def __init__(self, tmp_path: Path, config: RunConfig, **sets: Any) -> None:
+        self.config = config
+        self.shm = Path(f"/dev/shm/flexmarl-test-{uuid.uuid4().hex[:12]}")
+        self.store_service = Service(
+            "flexmarl.meg_store", tmp_path / "store",
+            f"store.data_dir={tmp_path / 'store/data'}", f"store.shm_dir={self.shm}",
+            "store.durability=process",
+        )  # fmt: skip
+        self.rollout_service = Service(
+            "flexmarl.rollout", tmp_path / "rollout", f"data_dir={tmp_path / 'rollout/data'}",
+            "log.level=info", *(f"{key}={value}" for key, value in sets.items()),
+        )  # fmt: skip
+        self.term = 0
+        self.hosts: list[HostStandIn] = []
+
+    async def __aenter__(self) -> Cluster:
+        await asyncio.gather(self.store_service.start(), self.rollout_service.start())
+        self.store = StoreClient.connect(self.store_service.address)
+        self.rollout = RolloutClient.connect(self.rollout_service.address)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for host in self.hosts:
+            await host.stop()
+        await self.rollout.close()
+        await self.store.close()
+        self.rollout_service.stop()
+        self.store_service.stop()
+        shutil.rmtree(self.shm, ignore_errors=True)
+
+    def host(self, **kwargs: Any) -> HostStandIn:
+        host = HostStandIn(self.rollout_service.address, **kwargs).start()
+        self.hosts.append(host)
+        return host
+
+    @property
+    def shards(self) -> list[ShardAddress]:
+        return [ShardAddress(name="s0", address=self.store_service.address)]
+
+    async def create_run(self, dataset: Path) -> None:
+        dataset.write_text("{}\n")
+        source = RunSource(
+            run_id=RUN, config_json=self.config.model_dump_json().encode(),
+            portable_config_json=b"{}", package=self.config.workflow.package, exclude=(),
+            dataset=dataset,
+            models={name: p.model.path for name, p in self.config.policies.items()},
+        )  # fmt: skip
+        await store_run(self.store, source, shards=self.shards)
+
+    async def open(self) -> str:
+        self.term = await self.store.acquire_term(RUN, "orchestrator", holder="test")
+        return await self.rollout.open_run(RUN, term=self.term, shards=self.shards)
+
+    def manifest(self, version: int) -> Manifest:
+        policies = {
+            name: PolicyManifest(
+                weights=common_pb2.ObjectRef(shard="s0", key=f"{RUN}.{name}.v{version}"),
+                weights_hash=f"hash-{name}-{version}",
+            )
+            for name in self.config.policies
+        }
+        return Manifest(version=version, policies=policies)
+
+    async def activate(self, version: int) -> None:
+        await self.rollout.activate_version(RUN, self.manifest(version), term=self.term)
+
+    async def admit(
+        self,
+        batch: int,
+        *,
+        groups: int = 1,
+        samples: int = 1,
+        query: Any = None,
+        start: bool = True,
+    ) -> list[str]:
+        """Writes groups and starts their samples, as an orchestrator does."""
+        specs, rows = [], []
+        for g in range(groups):
+            group = GroupId(BatchId(batch), g)
+            text = json.dumps(query or {"n": g}).encode()
+            rows.append(
+                Group(
+                    group_id=str(group), batch=batch, ordinal=g, query_json=text,
+                    num_samples=samples, status=common_pb2.GROUP_STATUS_OPEN,
+                )
+            )  # fmt: skip
+            specs += [self.spec(SampleId(group, s), text) for s in range(samples)]
+        await self.store.write_graph(RUN, term=self.term, groups=rows)
+        if start:
+            await self.start(specs)
+        self.specs = specs
+        return [spec.sample_id for spec in specs]
+
+    async def start(self, specs: list[SampleSpec]) -> None:
+        await self.rollout.start_samples(RUN, specs, term=self.term)
+
+    def spec(self, sample: SampleId, query: bytes) -> SampleSpec:
+        batch, group = sample.group.batch.batch, sample.group.ordinal
+        return SampleSpec(
+            sample_id=str(sample), group_id=str(sample.group), batch=batch, ordinal=sample.ordinal,
+            sample_attempt=sample.attempt, group_ordinal=group, query_json=query, version=batch,
+            seed=sample_seed(self.config.seed, batch=batch, group=group, sample=sample.ordinal),
+        )  # fmt: skip
+
+    async def status(self) -> RolloutStatus:
+        return await self.rollout.get_status(RUN)
+
+    async def until(
+        self, condition: Callable[[RolloutStatus], bool], *, timeout_s: float = 30
+    ) -> RolloutStatus:
+        status = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    status = await self.status()
+                    if condition(status):
+                        return status
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not reached; last status:\n{status}") from None
+
+    async def until_ended(self, timeout_s: float = 30) -> RolloutStatus:
+        return await self.until(lambda s: s.num_open_samples == 0, timeout_s=timeout_s)
+
+    async def samples(self, batch: int = 0) -> dict[str, Any]:
+        return {s.sample_id: s for s in await self.store.list_samples(RUN, batch=batch)}
+
+    async def graph(self, sample_id: str) -> Any:
+        return await self.store.get_sample_graph(RUN, sample_id, view=VERTEX_VIEW_FULL)

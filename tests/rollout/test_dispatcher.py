@@ -1,0 +1,424 @@
+"""The dispatcher as a process, with a real store and real workers; engines are stood in for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+from rollout.dispatcher_harness import RUN, Cluster
+from rollout.worker_harness import run_config, write_model, write_team
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
+from flexmarl.client.errors import FlexMarlError
+from flexmarl.core.errors import ErrorReason
+
+DONE = common_pb2.SAMPLE_STATUS_DONE
+FAILED = common_pb2.SAMPLE_STATUS_FAILED
+
+TEAM = """
+import asyncio
+async def team(ctx, query):
+    first = await ctx.call("plan", text=query.get("n", 0))
+    left, right = await asyncio.gather(
+        ctx.call("work", text="l", after=first), ctx.call("work", text="r", after=first)
+    )
+    return await ctx.call("plan", text=left)
+
+def reward(sample):
+    return {"plan": 1.0, "work": float(len(sample.calls))}
+"""
+AGENTS = {
+    "plan": {"policy": "p", "prompt": "{text}>", "max_tokens": 4, "timeout_s": 20},
+    "work": {"policy": "q", "prompt": "{text}>", "max_tokens": 4, "timeout_s": 20},
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes clusters around one module text."""
+
+    def build(source=TEAM, *, agents=None, policies=None, workflow=None, **sets) -> Cluster:
+        config = run_config(
+            write_model(tmp_path / "model"),
+            write_team(tmp_path / "package", source),
+            agents=agents or AGENTS,
+            policies=policies,
+            workflow=workflow,
+        )
+        sets.setdefault("host_grace_s", 0.3)
+        return Cluster(tmp_path, config, **sets)
+
+    return build
+
+
+async def opened(cluster: Cluster, tmp_path, **host) -> None:
+    await cluster.create_run(tmp_path / "data.jsonl")
+    cluster.host(**host)
+    await cluster.open()
+    await cluster.activate(0)
+
+
+async def test_a_batch_from_start_to_stored_rewards(make, tmp_path):
+    policies = {"p": {"rollout": {"instances": 2, "max_concurrency": 3}}}
+    async with make(policies=policies) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0, groups=3, samples=4)
+        status = await cluster.until_ended()
+        samples = await cluster.samples()
+        assert sorted(samples) == ids
+        assert {s.status for s in samples.values()} == {DONE}
+        assert dict(samples[ids[0]].rewards.agents) == {"plan": 1.0, "work": 4.0}
+        assert samples[ids[0]].num_vertices == 4
+        graph = await cluster.graph(ids[5])
+        by_path = {v.meta.path: v for v in graph.vertices}
+        assert sorted(by_path) == ["0:0", "0:1", "0:2", "0:3"]
+        last = by_path["0:3"]
+        assert list(last.meta.upstream_vertex_ids) == [f"{ids[5]}/0:1"]
+        assert (last.meta.policy, last.meta.policy_version) == ("p", 0)
+        assert last.meta.weights_hash == "hash-p-0"
+        assert last.meta.trainable
+        assert last.meta.instance_id in ("p-0", "p-1")
+        assert len(last.payload.logprobs) == len(last.payload.response_tokens) == 4
+        assert last.meta.ready_unix_ns <= last.meta.dispatched_unix_ns <= last.meta.finished_unix_ns
+        host = cluster.hosts[0]
+        assert len(host.requests) == 48
+        assert {r.instance_id for r in host.requests} == {"p-0", "p-1", "q-0"}
+        await cluster.until(lambda _: len(host.stored) == 48)
+        assert status.counters["vertices"] == 48
+        assert status.counters["samples_done"] == 12
+        assert status.ready
+        assert {i.instance_id for i in status.instances} == {"p-0", "p-1", "q-0"}
+        # Starting them again changes nothing: not in this dispatcher, not in the store.
+        await cluster.start(cluster.specs)
+        assert (await cluster.status()).num_open_samples == 0
+        assert len(host.requests) == 48
+
+
+async def test_the_next_version_is_loaded_between_batches_and_pinned_to_requests(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        held = []
+        host.answer = lambda request: held.append(request)
+        await cluster.admit(0)
+        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        # Announced while a sample of version 0 is open: nobody loads it.
+        await cluster.rollout.prepare_weights(
+            RUN, 1, dict(cluster.manifest(1).policies), term=cluster.term
+        )
+        await asyncio.sleep(0.2)
+        assert {load.version for load in host.loads} == {0}
+        host.answer = lambda request: [1, 2]
+        host.finish(held[0], [3])
+        await cluster.until_ended()
+        await cluster.until(lambda s: {i.version for i in s.instances} == {1})
+        # A sample of version 1 waits until it is committed, whatever instances hold.
+        ids = await cluster.admit(1)
+        await asyncio.sleep(0.2)
+        assert (await cluster.status()).num_open_samples == 1
+        assert {r.version for r in host.requests} == {0}
+        await cluster.activate(1)
+        await cluster.until_ended()
+        assert {r.version for r in host.requests[4:]} == {1}
+        graph = await cluster.graph(ids[0])
+        assert {v.meta.policy_version for v in graph.vertices} == {1}
+        assert (graph.sample.min_version, graph.sample.max_version) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "mislabel", [{"version": 7}, {"weights_hash": "other"}, {"version": 0, "weights_hash": ""}]
+)
+async def test_results_of_other_weights_are_never_used(make, tmp_path, mislabel):
+    # I4, case C1: what served is told by the result, what was asked for by the request.
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.mislabel = mislabel
+        ids = await cluster.admit(0)
+        await cluster.until(lambda s: s.counters["retries"] >= 1)
+        host.mislabel = {}
+        await cluster.until_ended()
+        graph = await cluster.graph(ids[0])
+        assert {v.meta.weights_hash for v in graph.vertices} == {"hash-p-0", "hash-q-0"}
+        assert max(v.meta.attempt for v in graph.vertices) >= 2
+
+
+async def test_request_failures_end_the_call_and_the_sample_is_failed(make, tmp_path):
+    # Case A6: failed is not done, and what was finished before stays in the graph.
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        bad = common_pb2.Failure(reason="INVALID_ARGUMENT", message="the engine refuses it")
+        cluster.hosts[0].answer = lambda r: bad if r.policy == "q" else [1, 2]
+        ids = await cluster.admit(0)
+        status = await cluster.until_ended()
+        assert "fatal" not in {field.name for field, _ in status.ListFields()}
+        graph = await cluster.graph(ids[0])
+        assert graph.sample.status == FAILED
+        assert graph.sample.failure.reason == "INVALID_ARGUMENT"
+        assert "max_attempts = 3" in graph.sample.failure.message
+        statuses = {v.meta.path: v.meta.status for v in graph.vertices}
+        assert statuses["0:0"] == common_pb2.VERTEX_STATUS_DONE
+        assert common_pb2.VERTEX_STATUS_FAILED in (statuses["0:1"], statuses["0:2"])
+        assert not graph.sample.HasField("rewards")
+
+
+async def test_a_wrong_agent_name_ends_the_run(make, tmp_path):
+    source = TEAM.replace('ctx.call("work", text="l"', 'ctx.call("wrok", text="l"')
+    async with make(source) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0)
+        status = await cluster.until_ended()
+        assert status.fatal.reason == "UNKNOWN_AGENT"
+        assert "'wrok'" in status.fatal.message
+        assert "plan, work" in status.fatal.message
+        assert not status.ready
+        assert (await cluster.samples())[ids[0]].status == FAILED
+
+
+async def test_a_workflow_that_cannot_be_imported_ends_the_run(make, tmp_path):
+    async with make("import nothing_like_it\n" + TEAM) as cluster:
+        await opened(cluster, tmp_path)
+        status = await cluster.until(lambda s: s.HasField("fatal"))
+        assert status.fatal.reason == "WORKFLOW_IMPORT_FAILED"
+        assert "nothing_like_it" in status.fatal.message
+
+
+async def test_fewer_places_than_policies_are_refused(make, tmp_path):
+    async with make() as cluster:
+        await cluster.create_run(tmp_path / "data.jsonl")
+        cluster.host(room=1)
+        await asyncio.sleep(0.3)
+        with pytest.raises(FlexMarlError) as info:
+            await cluster.open()
+        assert info.value.reason is ErrorReason.NOT_ENOUGH_INSTANCES
+        assert "2 policies (p, q)" in info.value.message
+
+
+async def test_older_terms_and_other_runs_are_refused(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        newer = await cluster.store.acquire_term(RUN, "orchestrator", holder="other")
+        await cluster.rollout.open_run(RUN, term=newer, shards=cluster.shards)
+        with pytest.raises(FlexMarlError) as info:
+            await cluster.rollout.start_samples(RUN, [], term=cluster.term)
+        assert info.value.reason is ErrorReason.TERM_STALE
+        with pytest.raises(FlexMarlError) as info:
+            await cluster.rollout.get_status("elsewhere")
+        assert info.value.reason is ErrorReason.RUN_NOT_FOUND
+        await cluster.rollout.close_run(RUN, term=newer)
+        with pytest.raises(FlexMarlError) as info:
+            await cluster.status()
+        assert info.value.reason is ErrorReason.RUN_NOT_FOUND
+        cluster.term = newer
+        await cluster.rollout.open_run(RUN, term=newer, shards=cluster.shards)
+
+
+def workers_of(cluster: Cluster) -> list[psutil.Process]:
+    root = psutil.Process(cluster.rollout_service.process.pid)
+    found = []
+    for child in root.children(recursive=True):
+        try:
+            held = any("flexmarl" in part for part in child.cmdline())
+            parent_is_zygote = child.ppid() != root.pid
+        except psutil.NoSuchProcess:
+            continue
+        if held and parent_is_zygote:
+            found.append(child)
+    return found
+
+
+async def test_a_killed_worker_goes_on_from_what_is_stored(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        held = []
+
+        def answer(request):
+            if request.policy == "p":
+                return [1, 2]
+            held.append(request)
+            return None
+
+        host.answer = answer
+        ids = await cluster.admit(0, groups=2, samples=2)
+        await cluster.until(lambda s: s.queues["q"].num_running == 8)
+        before = {r.attempt_id.partition("#")[0] for r in host.requests}
+        (worker,) = workers_of(cluster)
+        os.kill(worker.pid, signal.SIGKILL)
+        await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
+        host.answer = lambda request: [1, 2]
+        status = await cluster.until_ended()
+        assert status.counters["samples_done"] == 4
+        assert status.counters["replayed"] == 4
+        # The same calls under the same ids; what was stored was not made again.
+        first_calls = [r for r in host.requests if r.attempt_id.partition("#")[0].endswith("/0:0")]
+        assert len(first_calls) == 4
+        assert before <= {r.attempt_id.partition("#")[0] for r in host.requests}
+        for sample_id in ids:
+            graph = await cluster.graph(sample_id)
+            assert sorted(v.meta.path for v in graph.vertices) == ["0:0", "0:1", "0:2", "0:3"]
+
+
+async def test_a_sample_that_kills_its_workers_fails_by_name_and_spares_others(make, tmp_path):
+    source = TEAM.replace(
+        "    left, right", "    if query['n'] == 2: __import__('os')._exit(3)\n    left, right"
+    )
+    async with make(source, worker_restarts=3) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0, groups=4)
+        await cluster.until_ended(timeout_s=50)
+        samples = await cluster.samples()
+        assert [samples[i].status for i in ids] == [DONE, DONE, FAILED, DONE]
+        failure = samples[ids[2]].failure
+        assert failure.reason == "CHILD_DIED"
+        assert ids[2] in failure.message
+
+
+async def test_a_reward_that_never_returns_fails_its_sample_only(make, tmp_path):
+    source = TEAM.replace(
+        "    return {", "    if sample.query['n'] == 1: __import__('time').sleep(99)\n    return {"
+    )
+    async with make(source, workflow={"reward_timeout_s": 0.6}) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0, groups=3)
+        await cluster.until_ended()
+        samples = await cluster.samples()
+        assert [samples[i].status for i in ids] == [DONE, FAILED, DONE]
+        assert samples[ids[1]].failure.reason == "REWARD_RAISED"
+        assert "reward team:reward" in samples[ids[1]].failure.message
+
+
+async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda r: [1, 2] if r.policy == "p" else None
+        ids = await cluster.admit(0, groups=2)
+        await cluster.until(lambda s: s.queues["q"].num_running == 4)
+        port = cluster.rollout_service.port
+        children = psutil.Process(cluster.rollout_service.process.pid).children(recursive=True)
+        cluster.rollout_service.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []  # I15
+        host.answer = lambda r: [1, 2]
+        await cluster.rollout_service.start(port=port)
+        first = await cluster.open()
+        await cluster.activate(0)
+        await cluster.start(cluster.specs)
+        status = await cluster.until_ended()
+        assert status.incarnation == first
+        assert status.counters["replayed"] == 2
+        samples = await cluster.samples()
+        assert {samples[i].status for i in ids} == {DONE}
+        assert len([r for r in host.requests if r.attempt_id.endswith("/0:0#1")]) == 2
+
+
+async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        held = []
+        host.answer = held.append
+        ids = await cluster.admit(0, groups=3)
+        await cluster.until(lambda s: s.queues["p"].num_running == 3)
+        port = cluster.store_service.port
+        cluster.store_service.kill()
+        host.answer = lambda r: [1, 2]
+        for request in held:
+            host.finish(request, [1, 2])
+        await asyncio.sleep(0.5)
+        assert (await cluster.status()).num_open_samples == 3
+        assert host.stored == set()  # nothing is acknowledged that is not stored
+        await cluster.store_service.start(port=port)
+        await cluster.until_ended()
+        assert {s.status for s in (await cluster.samples()).values()} == {DONE}
+        assert len((await cluster.samples())) == len(ids)
+
+
+async def test_a_host_that_comes_back_keeps_its_attempts_and_one_that_does_not_loses_them(
+    make, tmp_path
+):
+    async with make(host_grace_s=1.0) as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.drop_stored = True
+        await cluster.admit(0)
+        await cluster.until_ended()
+        assert len(host.unacked) == 4
+        # It dials again with results that were stored: they are acknowledged, not used again.
+        host.drop_stored = False
+        await host.stop()
+        host.start()
+        await cluster.until(lambda _: len(host.stored) == 4)
+        assert (await cluster.status()).counters["vertices"] == 4
+        # Now it goes for good, and another one takes its part over.
+        held = []
+        host.answer = held.append
+        await cluster.admit(1)
+        await cluster.activate(1)
+        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        await host.stop()
+        other = cluster.host(host_id="h1")
+        await cluster.until_ended()
+        assert {i.host_id for i in (await cluster.status()).instances} == {"h1"}
+        assert other.requests[0].attempt_id.endswith("#2")
+
+
+async def test_a_dead_engine_gives_its_calls_back(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        held = []
+        host.answer = held.append
+        await cluster.admit(0)
+        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        host.answer = lambda r: [1, 2]
+        host.send(instances=[host.set_status("p-0", ["p"], eng.INSTANCE_STATE_DEAD)])
+        await cluster.until(lambda s: s.queues["p"].num_waiting == 1)
+        host.send(instances=[host.set_status("p-0", ["p"], eng.INSTANCE_STATE_EMPTY)])
+        await cluster.until_ended()
+        # The first attempt comes after all: recorded, not used (case B4).
+        host.finish(held[0], [9, 9, 9])
+        await cluster.until(lambda s: s.counters["duplicates"] == 1)
+        assert [load.version for load in host.loads if load.policy == "p"] == [0, 0]
+
+
+async def test_cancelled_samples_end_and_their_calls_are_aborted(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda r: None
+        ids = await cluster.admit(0, groups=2)
+        waiting = await cluster.admit(1, groups=1)
+        await cluster.until(lambda s: s.queues["p"].num_running == 2)
+        await cluster.rollout.cancel_samples(RUN, [ids[0], waiting[0], "nobody"], term=cluster.term)
+        await cluster.until(lambda s: s.num_open_samples == 1)
+        graph = await cluster.graph(ids[0])
+        assert graph.sample.status == common_pb2.SAMPLE_STATUS_CANCELLED
+        assert [v.meta.status for v in graph.vertices] == [common_pb2.VERTEX_STATUS_CANCELLED]
+        assert (await cluster.samples(1))[waiting[0]].status == common_pb2.SAMPLE_STATUS_CANCELLED
+        assert host.aborts == [f"{ids[0]}/0:0#1"]
+
+
+async def test_status_names_what_the_run_waits_for_and_its_stream_ends_with_the_service(
+    make, tmp_path
+):
+    async with make() as cluster:
+        await cluster.create_run(tmp_path / "data.jsonl")
+        await cluster.open()
+        status = await cluster.status()
+        assert not status.ready
+        text = "\n".join(status.waits)
+        assert "no version is active" in text
+        assert "policy p: no instance serves version 0" in text
+        seen = []
+        with pytest.raises(FlexMarlError):
+            async for item in cluster.rollout.watch_status(RUN, interval_s=0.05):
+                seen.append(item)
+                if len(seen) == 3:
+                    cluster.rollout_service.kill()
+        assert len(seen) >= 3
