@@ -32,7 +32,7 @@ class TestFencing:
 
     @pytest.mark.parametrize("scope", ["", "policy/", "policy/a/b", "policy/../x", "trainer/p"])
     def test_unknown_scopes_are_refused(self, scope):
-        with pytest.raises(ValueError, match="scope|policy"):
+        with pytest.raises(ValueError, match=r"scope|policy"):
             fencing.check_scope(scope)
 
     @pytest.mark.parametrize(("newest", "version"), [(None, 0), (4, 5)])

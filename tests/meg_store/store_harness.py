@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -97,12 +97,21 @@ class StoreProcess:
         pairs = [item for value in (*self._settings, *settings) for item in ("--set", value)]
         return [sys.executable, "-m", "flexmarl.meg_store", *pairs]
 
-    async def start(self) -> str:
+    async def run_refused(self, *settings: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a second store that is expected to refuse, and end, by itself."""
+        command = self.command("server.port=0", "log.level=error", *settings)
+        return await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, timeout=30, check=False
+        )
+
+    async def start(self, *, wrapper: Sequence[str] = ()) -> str:
         """Start, on the same port as before, and wait until it serves."""
         self.address_file.unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(f"server.port={self._port}"), stderr=log, start_new_session=True
+            self.process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+                [*wrapper, *self.command(f"server.port={self._port}")],
+                stderr=log,
+                start_new_session=True,
             )
         while not self.address_file.exists():
             assert self.process.poll() is None, (self.folder / "log").read_text()

@@ -135,7 +135,7 @@ def check_layout(buffers: Iterable[pb.NamedBuffer], *, size_bytes: int) -> None:
     """
     end = 0
     names: set[str] = set()
-    for buffer in sorted(buffers, key=lambda b: (b.offset, b.name)):
+    for buffer in sorted(buffers, key=lambda b: (b.offset, b.size_bytes)):
         spec = spec_of(buffer)
         if spec.size_bytes != buffer.size_bytes:
             raise ValueError(

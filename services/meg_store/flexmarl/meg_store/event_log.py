@@ -90,9 +90,11 @@ class RunLog:
             )
 
     def read(self, cursor: int, kinds: Collection[int]) -> Page:
-        """Next published events of some kinds (none named: all) after a cursor."""
+        """Next published events of some kinds (none named: all) after a cursor; 0: the oldest."""
         found: list[bytes] = []
         size_bytes = 0
+        if cursor == 0:
+            cursor = self._first - 1
         for event in self._after(cursor):
             if event.cursor > self.published:
                 break

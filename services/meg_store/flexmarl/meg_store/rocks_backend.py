@@ -86,9 +86,9 @@ class RocksBackend:
     def _scan_on(
         self, table: Table, start: bytes, end: bytes | None
     ) -> Iterator[tuple[bytes, bytes]]:
-        # Two traps of rocksdict 0.3.29: the bound's memory belongs to the options, which must outlive
-        # the iterator (hence a generator that holds them), and `set_iterate_lower_bound` sets an
-        # upper one (hence the first key as the bound).
+        # Two traps of rocksdict 0.3.29: the bound's memory belongs to the options, which must
+        # outlive the iterator (hence a generator that holds them), and `set_iterate_lower_bound`
+        # sets an upper one (hence the first key as the bound).
         options = ReadOptions()
         if end is not None:
             options.set_iterate_upper_bound(end)

@@ -1,0 +1,80 @@
+"""The store's client: patience, one request id per call, segments of dead files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+from meg_store.store_harness import RUN, a_run, serving
+
+from flexmarl.client.buffers import BufferSpec
+from flexmarl.client.errors import DeadlineError, UnavailableError
+from flexmarl.client.store import StoreClient
+from flexmarl.core.call_context import set_deadline
+
+
+def unused_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_patience_ends():
+    async with StoreClient.connect(unused_address(), patience_s=0.3) as store:
+        for call in (store.get_run(RUN), store.get_object("x"), anext(store.watch(RUN))):
+            with pytest.raises(UnavailableError):
+                await call
+        with pytest.raises(UnavailableError):
+            await store.wait_ready(timeout_s=0.1)
+
+
+async def test_callers_deadline_bounds_patience():
+    set_deadline(time.monotonic() + 0.5)
+    async with StoreClient.connect(unused_address(), patience_s=3600) as store:
+        with pytest.raises((UnavailableError, DeadlineError)):
+            await store.get_run(RUN)
+
+
+async def test_lists_follow_their_pages(tmp_path):
+    async with serving(tmp_path, backend="memory") as (store, _):
+        for number in range(120):
+            await store.create_run(a_run(run_id=f"run-{number}"))
+        runs = await store.list_runs()
+        assert len({run.run_id for run in runs}) == 120
+        assert [run.run_id for run in runs][:1] == ["run-119"]
+
+
+async def test_object_from_a_file(tmp_path):
+    path = tmp_path / "data.bin"
+    data = os.urandom(3 << 20)
+    path.write_bytes(data)
+    async with serving(tmp_path / "store", backend="memory") as (store, _):
+        ref = await store.put_object(path)
+        assert await store.put_object(data) == ref
+        assert await store.get_object(ref.key) == data
+
+
+async def test_view_in_use_keeps_its_lease(tmp_path):
+    async with serving(tmp_path, backend="memory") as (store, _):
+        await store.create_run(a_run())
+        async with store.allocate_segment(RUN, "s", [BufferSpec("a", "U8", (9,))]) as writer:
+            writer.buffers["a"].data[:] = b"123456789"
+        reader = await store.open_segment(RUN, "s", holder="x")
+        kept = memoryview(reader.buffers["a"].data)
+        await reader.close()
+        assert bytes(kept) == b"123456789"
+        assert (await store.get_stats()).numbers["leases"] == 1
+
+
+async def test_file_that_is_not_on_this_node_leaves_no_lease(tmp_path):
+    async with serving(tmp_path, backend="memory") as (store, shard):
+        await store.create_run(a_run())
+        async with store.allocate_segment(RUN, "s", [BufferSpec("a", "U8", (9,))]):
+            pass
+        segment = shard.segments.of_run(RUN)[0]
+        segment.view.path += ".elsewhere"
+        with pytest.raises(FileNotFoundError):
+            await store.open_segment(RUN, "s", holder="x")
+        assert (await store.get_stats()).numbers["leases"] == 0
