@@ -23,9 +23,10 @@ def batch_record(version: int, reward: float) -> graph_pb2.BatchRecord:
         metrics={
             "team_reward": reward,
             "reward/sorter": reward / 2,
+            "num_samples": 32.0,
             "step_s": 1.25,
-            "step/rollout": 0.75,
-            "step/training": 0.5,
+            "step/rollout_s": 0.75,
+            "step/training_tail_s": 0.5,
             "tokens_per_s/sampled": 3000.0,
             "tokens_per_s/trained": 7000.0,
             "utilisation/rollout": 0.5,

@@ -43,9 +43,9 @@ def test_plain_lines_of_a_recorded_run():
     assert lines == [
         "starting the cluster ...",
         "waiting for: splitter-0: importing; slot0: warming",
-        "version 0/60  team 0.125  sorter 0.062  step 1.25 s (rollout 0.75, training 0.50)  "
+        "version 0/60  team 0.125  sorter 0.062  step 1.25 s (rollout 0.75, training tail 0.50)  "
         "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
-        "version 1/60  team 0.250  sorter 0.125  step 1.25 s (rollout 0.75, training 0.50)  "
+        "version 1/60  team 0.250  sorter 0.125  step 1.25 s (rollout 0.75, training tail 0.50)  "
         "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
     ]
 
@@ -93,7 +93,7 @@ def test_a_run_folder_grows_with_the_run(tmp_path):
     assert first["reward/sorter"] == 0.0625
     assert first["tokens_per_s/sampled"] == 3000
     assert first["utilisation/rollout"] == 0.5
-    assert first["step/training"] == 0.5
+    assert first["step/training_tail_s"] == 0.5
     assert (first["rows_consumed/sorter"], first["rows_void/sorter"]) == (8, 2)
     assert all(math.isfinite(value) for value in first.values())
     outputs.add(numbers_of(report(0, 0.125)))  # a report that is sent again counts once

@@ -13,7 +13,6 @@ from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
 from flexmarl.api.rollout.v1alpha1 import engine_pb2
 from flexmarl.cli.progress.report import (
     AGENT_PREFIX,
-    STEP_PREFIX,
     TOKENS_PREFIX,
     UTILISATION_PREFIX,
     VersionNumbers,
@@ -93,7 +92,8 @@ def _heading(
     history: list[VersionNumbers],
     elapsed_s: float,
 ) -> Text:
-    seen = len(history) * progress.num_samples + progress.num_samples_ended
+    ended = sum(item.metrics.get("num_samples", 0.0) for item in history)
+    seen = round(ended) + (progress.num_samples_ended if progress.stage == "rollout" else 0)
     return Text.assemble(
         (progress.run_id, "bold"),
         f"  version {progress.version}/{progress.num_versions}  {progress.stage}",
@@ -127,7 +127,7 @@ def _curve(values: list[float]) -> str:
 def _step(last: VersionNumbers) -> Text:
     text = Text("step ")
     text.append(f"{last.step_s or 0.0:.2f} s", style="bold")
-    for name, value in last.under(STEP_PREFIX).items():
+    for name, value in last.step_parts.items():
         text.append(f"  {name} {value:.2f}")
     for name, value in last.under(TOKENS_PREFIX).items():
         text.append(f"  {name} {value:.0f} tokens/s")

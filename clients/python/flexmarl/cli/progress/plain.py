@@ -8,7 +8,6 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
 from flexmarl.cli.progress.report import (
     AGENT_PREFIX,
-    STEP_PREFIX,
     TOKENS_PREFIX,
     VersionNumbers,
     numbers_of,
@@ -81,7 +80,7 @@ def wait_line(progress: orchestrator_pb2.RunProgress) -> str:
 
 
 def _step_parts(numbers: VersionNumbers) -> str:
-    parts = numbers.under(STEP_PREFIX)
+    parts = numbers.step_parts
     if not parts:
         return ""
     return " (" + ", ".join(f"{name} {value:.2f}" for name, value in parts.items()) + ")"

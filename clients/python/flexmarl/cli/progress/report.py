@@ -44,6 +44,14 @@ class VersionNumbers:
         """Seconds from the batch's start to its hand-over."""
         return self.metrics.get("step_s")
 
+    @property
+    def step_parts(self) -> dict[str, float]:
+        """Seconds of the step by part."""
+        return {
+            name.removesuffix("_s").replace("_", " "): value
+            for name, value in self.under(STEP_PREFIX).items()
+        }
+
     def under(self, prefix: str) -> dict[str, float]:
         """Metrics below a prefix, without it, sorted by name."""
         return {
