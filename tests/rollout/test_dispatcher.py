@@ -336,7 +336,7 @@ async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
         await cluster.store_service.start(port=port)
         await cluster.until_ended()
         assert {s.status for s in (await cluster.samples()).values()} == {DONE}
-        assert len((await cluster.samples())) == len(ids)
+        assert len(await cluster.samples()) == len(ids)
 
 
 async def test_a_host_that_comes_back_keeps_its_attempts_and_one_that_does_not_loses_them(

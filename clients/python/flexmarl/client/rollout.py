@@ -12,12 +12,10 @@ from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.channel import Channel, connect
 from flexmarl.client.request import new_request_id
+from flexmarl.core.retry import patient
 
-OPEN_DEADLINE_S: Final = 300.0
-"""Opening may fetch and unpack models."""
-DEFAULT_DEADLINE_S: Final = 30.0
-
-_SERVICE: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService"
+PATIENCE_S: Final = 30.0
+"""How long a call is repeated while the dispatcher is UNAVAILABLE, by default."""
 
 
 class RolloutClient:
@@ -34,18 +32,14 @@ class RolloutClient:
         self._owns_channel = owns_channel
 
     @classmethod
-    def connect(cls, address: str) -> Self:
-        """Client of the dispatcher at `host:port`; it connects on the first call."""
-        channel = connect(
-            address,
-            default_deadline_s=DEFAULT_DEADLINE_S,
-            deadlines_s={
-                f"{_SERVICE}/OpenRun": OPEN_DEADLINE_S,
-                f"{_SERVICE}/WatchStatus": None,
-                f"{_SERVICE}/ConnectEngineHost": None,
-            },
-        )
-        return cls(channel, owns_channel=True)
+    def connect(cls, address: str, *, patience_s: float = PATIENCE_S) -> Self:
+        """Client of the dispatcher at `host:port`; it connects on the first call.
+
+        Args:
+            address: Of the dispatcher.
+            patience_s: How long calls are repeated while it is UNAVAILABLE, such as restarted.
+        """
+        return cls(connect(address, retry=patient(patience_s)), owns_channel=True)
 
     async def close(self) -> None:
         """Close the connection."""
