@@ -17,6 +17,7 @@ from typing import Self
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import Buffer, content_hash, spec_of
+from flexmarl.client.mappings import Kept, KeptMappings
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +41,7 @@ class MappedSegment:
         finally:
             os.close(handle)
         self._whole = memoryview(self._map)
-        self.buffers: Mapping[str, Buffer] = MappingProxyType(
-            {
-                b.name: Buffer(spec_of(b), self._whole[b.offset : b.offset + b.size_bytes])
-                for b in buffers
-            }
-        )
+        self.buffers = views(self._whole, buffers)
 
     def content_hash(self) -> str:
         """Hash of the content, see `flexmarl.client.buffers.content_hash`."""
@@ -65,6 +61,13 @@ class MappedSegment:
         except BufferError:
             return False
         return True
+
+
+def views(whole: memoryview, buffers: Iterable[pb.NamedBuffer]) -> Mapping[str, Buffer]:
+    """Views of a segment's buffers by name."""
+    return MappingProxyType(
+        {b.name: Buffer(spec_of(b), whole[b.offset : b.offset + b.size_bytes]) for b in buffers}
+    )
 
 
 def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
@@ -141,6 +144,7 @@ class SegmentWriter:
         allocated: pb.AllocateSegmentResponse,
         buffers: Sequence[pb.NamedBuffer],
         seal: Callable[[Sequence[pb.NamedBuffer], str], Awaitable[common_pb2.ObjectRef]],
+        mappings: KeptMappings,
     ) -> None:
         self.path = allocated.path
         self.tier = allocated.tier
@@ -148,16 +152,18 @@ class SegmentWriter:
         self.layout = tuple(buffers)
         self.object: common_pb2.ObjectRef | None = None
         self._seal = seal
-        self._mapped = MappedSegment(allocated.path, buffers, writable=True)
+        self._mappings = mappings
+        self._kept: Kept | None = mappings.map(allocated.path)
+        self._buffers = views(memoryview(self._kept.map), buffers)
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
         """Writable views by name; valid until `seal`."""
-        return self._mapped.buffers
+        return self._buffers
 
     def content_hash(self) -> str:
         """Hash of what is written so far; give it to `seal`."""
-        return self._mapped.content_hash()
+        return content_hash(self._buffers.values())
 
     async def seal(self, *, checksum: str = "") -> common_pb2.ObjectRef:
         """Publish; without a checksum the store computes it beside.
@@ -165,13 +171,23 @@ class SegmentWriter:
         Raises:
             FlexMarlError: SEGMENT_NOT_FOUND when another process took the key over.
         """
-        self._mapped.close()
+        self.abandon()
         self.object = await self._seal(self.layout, checksum)
         return self.object
 
     def abandon(self) -> None:
-        """Unmap without publishing."""
-        self._mapped.close()
+        """Give the views up without publishing."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        try:
+            for buffer in self._buffers.values():
+                buffer.data.release()
+        except BufferError:
+            # A view is still in use, such as a tensor over it: the mapping is not used again.
+            kept.close()
+        else:
+            self._mappings.keep(kept)
 
     async def __aenter__(self) -> Self:
         return self

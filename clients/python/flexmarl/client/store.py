@@ -31,6 +31,7 @@ from flexmarl.api.meg_store.v1alpha1.meg_store_pb2_grpc import MegStoreServiceSt
 from flexmarl.client.buffers import BufferSpec, lay_out
 from flexmarl.client.channel import Channel, connect
 from flexmarl.client.errors import FlexMarlError, UnavailableError
+from flexmarl.client.mappings import KeptMappings
 from flexmarl.client.request import new_request_id
 from flexmarl.client.segments import Allocation, Opening, SegmentReader, SegmentWriter
 from flexmarl.core.call_context import onward_timeout_s
@@ -66,6 +67,7 @@ class StoreClient:
         self._patience_s = patience_s
         self._owns_channel = owns_channel
         self._rng = random.Random()  # noqa: S311 - jitter
+        self._mappings = KeptMappings()
 
     @classmethod
     def connect(cls, address: str, *, patience_s: float = 60.0) -> Self:
@@ -85,7 +87,8 @@ class StoreClient:
         return cls(channel, patience_s=patience_s, owns_channel=True)
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection and unmap what was kept for the next segments."""
+        self._mappings.close()
         if self._owns_channel:
             await self._channel.close()
 
@@ -514,7 +517,7 @@ class StoreClient:
                 run_id, key, buffers, checksum=checksum, attributes=attributes
             )
 
-        return SegmentWriter(response, layout.buffers, seal)
+        return SegmentWriter(response, layout.buffers, seal, self._mappings)
 
     async def seal_segment(
         self,
