@@ -1,0 +1,128 @@
+"""`flexmarl train` with real services: interrupted, resumed, finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart" / "config.toml"
+SMALL = ["versions=3", "batch.groups=4", "batch.samples_per_group=4"]
+_DEADLINE_S = 150.0
+
+
+class Command:
+    """A running command: its lines, and every process that it ever started."""
+
+    def __init__(self, *args: str, cwd: Path) -> None:
+        self.lines: list[str] = []
+        self.processes: dict[int, psutil.Process] = {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flexmarl.cli.main", *args],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        self._new_line = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, start: str) -> str:
+        """The first line that starts so."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if line.startswith(start)), None)
+
+        with self._new_line:
+            assert self._new_line.wait_for(
+                lambda: found() or self.process.poll() is not None, timeout=_DEADLINE_S
+            ), self.text()
+        line = found()
+        assert line is not None, self.text()
+        return line
+
+    def remember_processes(self) -> None:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.processes[child.pid] = child
+
+    def end(self) -> int:
+        """Exit code once it ends."""
+        code = self.process.wait(timeout=_DEADLINE_S)
+        self._reader.join(timeout=10)
+        return code
+
+    def living(self) -> list[str]:
+        """Names of processes that it left behind."""
+        _, alive = psutil.wait_procs(list(self.processes.values()), timeout=10)
+        return [" ".join(process.cmdline()) for process in alive]
+
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._new_line:
+                self.lines.append(line.rstrip("\n"))
+                self._new_line.notify_all()
+
+
+@pytest.fixture
+def start(tmp_path):
+    shm = Path("/dev/shm") / f"flexmarl-test-train-{os.getpid()}"
+    commands: list[Command] = []
+
+    def run(*args: str) -> Command:
+        commands.append(Command(*args, cwd=tmp_path))
+        return commands[-1]
+
+    run.shm = shm
+    yield run
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait()
+    shutil.rmtree(shm, ignore_errors=True)
+
+
+@pytest.mark.timeout(400)
+def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    sets = [part for item in SMALL for part in ("--set", item)]
+    shm = ["--service-set", f"meg_store.store.shm_dir={start.shm}"]
+    training = start("train", str(EXAMPLE), *sets, *shm, "--run-id", "r1")
+    training.wait_for("version 0/3")
+    training.remember_processes()
+    assert len(training.processes) >= 5
+    training.process.send_signal(signal.SIGINT)
+    assert training.end() == 130, training.text()
+    assert training.lines[-1] == "interrupted; go on with: flexmarl resume r1"
+    assert training.living() == []
+    assert not (tmp_path / ".flexmarl" / "cluster.json").exists()
+    assert not (tmp_path / "runs" / "r1" / "policies").exists()
+
+    resumed = start("resume", "r1")
+    assert resumed.end() == 0, resumed.text()
+    folder = tmp_path / "runs" / "r1"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [entry["version"] for entry in metrics] == [0, 1, 2]
+    for entry in metrics:
+        assert 0 <= entry["team_reward"] <= 1
+    assert (folder / "reward.png").stat().st_size > 0
+    assert json.loads((folder / "config.json").read_text())["versions"] == 3
+    for policy in ("splitter", "sorter", "merger"):
+        path = folder / "policies" / policy
+        assert f"policy {policy}: {path}" in resumed.lines
+        AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
