@@ -26,11 +26,14 @@ class Blocker(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocker())
 root = importlib.import_module(package)
 names = [m.name for m in pkgutil.walk_packages(root.__path__, package + ".")]
-names = [n for n in names if not n.endswith(".__main__")]
+names = [n for n in names if not n.endswith(".__main__") and n not in sys.argv[3:]]
 for name in names:
     importlib.import_module(name)
 print(len(names))
 """
+
+# Modules that are there for an extra, and are imported where that extra may be missing.
+OPTIONAL = ["flexmarl.cli.progress.plot"]
 
 MODELS = ["torch", "transformers", "tokenizers", "vllm"]
 
@@ -61,19 +64,26 @@ def test_import_contracts_hold(root: Path) -> None:
     ],
 )
 def test_a_slim_installation_imports(package: str, blocked: list[str]) -> None:
-    done = run_python("-c", PROBE, package, json.dumps(blocked))
+    done = run_python("-c", PROBE, package, json.dumps(blocked), *OPTIONAL)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) > 0, "nothing was imported"
 
 
-@pytest.mark.parametrize("service", ["rollout", "trainer"])
-def test_the_main_process_of_a_service_loads_no_torch(service: str) -> None:
+@pytest.mark.parametrize(
+    ("service", "app"),
+    [
+        ("rollout", "rollout.dispatcher.app"),
+        ("rollout", "rollout.host.app"),
+        ("trainer", "trainer.app"),
+    ],
+)
+def test_the_main_process_of_a_service_loads_no_torch(service: str, app: str) -> None:
     code = (
-        f"import sys, flexmarl.{service}.__main__, flexmarl.{service}.app; "
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        f"import sys, flexmarl.{service}.__main__, flexmarl.{app}; "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr[-3000:] or "torch is loaded"
+    assert done.stdout.strip() == "[]", done.stderr[-3000:]
 
 
 def test_the_blocker_blocks() -> None:
