@@ -1,0 +1,225 @@
+"""A store process, an orchestrator process, and stand-ins for the other services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meg_store.store_harness import StoreProcess
+from orchestrator.standin_rollout import StandInRollout
+from orchestrator.standin_trainer import StandInTrainer
+
+from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flexmarl.client.orchestrator import OrchestratorClient
+from flexmarl.client.store import StoreClient
+from flexmarl.runtime.config import ServerConfig
+from flexmarl.runtime.run_config import RunConfig
+from flexmarl.runtime.server import GrpcServer
+
+RUN = "quick"
+AGENTS = ("splitter", "sorter", "merger")
+ENDED = {common.RUN_STATUS_FINISHED, common.RUN_STATUS_FAILED, common.RUN_STATUS_STOPPED}
+
+
+class OrchestratorProcess:
+    """An orchestrator in a process of its own, to be killed and started again."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder = folder
+        self.address_file = folder / "orchestrator.json"
+        self._settings = (
+            f"data_dir={folder / 'orchestrator'}",
+            f"server.address_file={self.address_file}",
+            "server.reflection=false",
+            "status_interval_ms=50",
+            *settings,
+        )
+        self._port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> str:
+        """Start, on the same port as before, and wait until it serves."""
+        self.address_file.unlink(missing_ok=True)
+        settings = (*self._settings, f"server.port={self._port}")
+        pairs = [item for value in settings for item in ("--set", value)]
+        with (self.folder / "orchestrator.log").open("ab") as log:
+            self.process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+                [sys.executable, "-m", "flexmarl.orchestrator", *pairs],
+                stderr=log,
+                start_new_session=True,
+            )
+        while not self.address_file.exists():
+            assert self.process.poll() is None, self.log()
+            await asyncio.sleep(0.02)
+        described = json.loads(self.address_file.read_text())
+        self._port = described["port"]
+        return str(described["address"])
+
+    def log(self) -> str:
+        """What it logged."""
+        return (self.folder / "orchestrator.log").read_text()
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+    def clean(self) -> None:
+        """End it in any case."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+
+@dataclass
+class Cluster:
+    """Everything that one run needs."""
+
+    store_process: StoreProcess
+    orchestrator_process: OrchestratorProcess
+    store: StoreClient
+    client: OrchestratorClient
+    rollout: StandInRollout
+    trainer: StandInTrainer
+    home: common.ShardAddress
+    reports: dict[int, orchestrator_pb2.VersionReport] = field(default_factory=dict)
+
+    async def submit(self, config: RunConfig, *, queries: list[bytes] | None = None) -> None:
+        """Store a run and submit it."""
+        await self.store_run(config, queries=queries)
+        await self.client.submit_run(RUN, home_shard=self.home)
+
+    async def store_run(self, config: RunConfig, *, queries: list[bytes] | None = None) -> None:
+        """Store a run."""
+        lines = queries if queries is not None else [b'{"digits":"%d"}' % i for i in range(13)]
+        dataset = await self.store.put_object(b"\n".join(lines) or b"\n")
+        bundle = await self.store.put_object(b"no workflow is run here")
+        run = graph.Run(
+            run_id=RUN,
+            config_json=config.model_dump_json().encode(),
+            content_hash="sha256:0",
+            shards=[self.home],
+            workflow_bundle=bundle,
+            dataset=dataset,
+        )
+        await self.store.create_run(run)
+
+    async def follow(self) -> orchestrator_pb2.RunProgress:
+        """Watch the run to its end, collecting reports."""
+        first = max(self.reports, default=-1) + 1
+        progress = None
+        async for message in self.client.watch_progress(RUN, from_version=first, interval_ms=50):
+            for report in message.reports:
+                assert report.version not in self.reports, "a report comes once"
+                self.reports[report.version] = report
+            progress = message.progress
+            if progress.status in ENDED:
+                return progress
+        raise AssertionError(f"the stream ended before the run: {progress}")
+
+    async def until(self, condition: Any) -> None:
+        """Wait until a condition over the store's newest manifest holds."""
+        while not condition(await self.store.get_manifest(RUN)):
+            await asyncio.sleep(0.02)
+
+    async def manifests(self) -> list[graph.Manifest]:
+        """All versions."""
+        return await self.store.list_manifests(RUN)
+
+
+def run_config(**more: Any) -> RunConfig:
+    """A run of three policies, each agent with one of its own."""
+    return RunConfig.model_validate(
+        {
+            "name": RUN,
+            "seed": 7,
+            "versions": more.get("versions", 3),
+            "workflow": {"entry": "team:team", "reward": "team:reward"},
+            "dataset": {"path": "data.jsonl", "columns": more.get("columns", ["digits"])},
+            "batch": {
+                "groups": more.get("groups", 4),
+                "samples_per_group": more.get("samples", 3),
+                **more.get("batch", {}),
+            },
+            "advantage": {"scope": "call_site", "normalize_std": False},
+            "policies": {
+                agent: {
+                    "model": {"path": "model"},
+                    "trainer": {"micro_batch_rows": more.get("micro_batch_rows", 5)},
+                }
+                for agent in AGENTS
+            },
+            "agents": {agent: {"policy": agent, "prompt": "{digits}"} for agent in AGENTS},
+            "trainer": {"slots": 2},
+        }
+    )
+
+
+@asynccontextmanager
+async def cluster(
+    folder: Path,
+    *settings: str,
+    rollout: StandInRollout | None = None,
+    trainer: StandInTrainer | None = None,
+) -> AsyncIterator[Cluster]:
+    """A running cluster; everything is ended and cleaned up afterwards."""
+    rollout, trainer = rollout or StandInRollout(), trainer or StandInTrainer()
+    server = GrpcServer(
+        ServerConfig(reflection=False, grace_s=0.1),
+        name="stand-ins",
+        add_to_server=[
+            partial(add_RolloutServiceServicer_to_server, rollout),
+            partial(add_TrainerServiceServicer_to_server, trainer),
+        ],
+        services=[],
+        long_lived=[
+            "/flexmarl.api.rollout.v1alpha1.RolloutService/WatchStatus",
+            "/flexmarl.api.trainer.v1alpha1.TrainerService/WatchStatus",
+        ],
+    )
+    await server.start()
+    store_process = StoreProcess(folder, "store.durability=process")
+    orchestrator = OrchestratorProcess(
+        folder, f"rollout={server.address}", f'trainers=["{server.address}"]', *settings
+    )
+    try:
+        store_address, address = await asyncio.gather(store_process.start(), orchestrator.start())
+        async with (
+            StoreClient.connect(store_address) as store,
+            OrchestratorClient(address) as client,
+        ):
+            yield Cluster(
+                store_process,
+                orchestrator,
+                store,
+                client,
+                rollout,
+                trainer,
+                common.ShardAddress(name="s0", address=store_address),
+            )
+    finally:
+        await rollout.close()
+        await trainer.close()
+        orchestrator.clean()
+        store_process.clean()
+        await server.stop()

@@ -1,0 +1,262 @@
+"""Runs from submit to end, against a real store, and over the death of each part."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from orchestrator.cluster import AGENTS, RUN, Cluster, cluster, run_config
+from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample
+from orchestrator.standin_trainer import StandInTrainer, weights_of
+
+from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.client.errors import FlexMarlError, NotFoundError
+from flexmarl.core.errors import DomainError, ErrorReason
+
+CALLS_PER_SAMPLE = {"splitter": 1, "sorter": 2, "merger": 1}
+
+
+async def check_books(run: Cluster, *, versions: int = 3, samples: int = 12) -> None:
+    """Every row of every batch is consumed or void, each batch has all its samples, once."""
+    manifests = await run.manifests()
+    assert [m.version for m in manifests] == list(range(versions + 1))
+    for manifest in manifests[1:]:
+        for agent in AGENTS:
+            counts = manifest.batch.policies[agent]
+            assert counts.finished == counts.consumed + sum(counts.voided.values())
+            assert counts.consumed == samples * CALLS_PER_SAMPLE[agent]
+    records = [
+        record
+        for batch in range(versions)
+        for record in await run.store.list_micro_batches(RUN, batch=batch)
+    ]
+    weights = await weights_of(run.store, RUN, manifests[-1])
+    for agent in AGENTS:
+        # The weights count what was applied to them: each record once, over all losses.
+        assert weights[agent] == sum(record.policy == agent for record in records)
+        assert manifests[-1].policies[agent].num_updates == versions
+    assert (manifests[-1].cursor.epoch, manifests[-1].cursor.position) == divmod(4 * versions, 13)
+
+
+async def test_a_run_trains_to_its_last_version(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as run:
+        await run.submit(run_config())
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FINISHED
+        assert (progress.version, progress.stage) == (3, "done")
+        await check_books(run)
+        assert sorted(run.reports) == [0, 1, 2]
+        assert run.rollout.activated == [0, 1, 2, 3]
+        assert set(run.trainer.applied) == {(a, b) for a in AGENTS for b in range(3)}
+        assert set(run.rollout.prepared) == {(b + 1, a) for a in AGENTS for b in range(3)}
+        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_FINISHED
+        assert run.rollout.opened == set()
+        metrics = run.reports[1].batch.metrics
+        assert 0.0 <= metrics["team_reward"] <= 3.0
+        assert {f"reward/{agent}" for agent in AGENTS} <= set(metrics)
+        assert 0.0 <= metrics["metric/exact"] <= 1.0
+        assert metrics["num_samples"] == 12
+        assert metrics["tokens/sampled"] == metrics["tokens/trained"] == 12 * 4 * 3
+        assert metrics["train/sorter/loss"] == -0.5
+        assert metrics["train/sorter/grad_norm"] == 0.75
+        parts = [value for name, value in metrics.items() if name.startswith("step/")]
+        assert sum(parts) == pytest.approx(metrics["step_s"])
+        assert "utilisation/trainer" in metrics
+
+
+async def test_the_orchestrator_is_killed_in_the_middle(tmp_path: Path) -> None:
+    rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
+    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+        await run.submit(run_config(versions=4))
+        for version in range(3):
+            await run.until(lambda m, v=version: m is not None and m.version >= v)
+            await asyncio.sleep(0.03 * version)
+            run.orchestrator_process.kill()
+            await run.orchestrator_process.start()
+        progress = await follow_again(run)
+        assert progress.status == common.RUN_STATUS_FINISHED
+        await check_books(run, versions=4)
+        assert sorted(run.reports) == [0, 1, 2, 3]
+
+
+async def test_the_store_is_killed_in_the_middle(tmp_path: Path) -> None:
+    rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
+    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version >= 1)
+        run.store_process.kill()
+        await run.store_process.start()
+        progress = await follow_again(run)
+        assert progress.status == common.RUN_STATUS_FINISHED
+        await check_books(run)
+
+
+async def test_the_dispatcher_and_the_trainer_are_started_anew(tmp_path: Path) -> None:
+    rollout, trainer = StandInRollout(pause_s=0.01), StandInTrainer(pause_s=0.01)
+    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+        await run.submit(run_config(versions=4))
+        await run.until(lambda m: m is not None and m.version >= 1)
+        rollout.forget()
+        await run.until(lambda m: m is not None and m.version >= 2)
+        trainer.forget()
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FINISHED
+        await check_books(run, versions=4)
+        assert len(rollout.terms) >= 2
+
+
+async def test_a_dead_rank_costs_computing_never_rows(tmp_path: Path) -> None:
+    trainer = StandInTrainer()
+    async with cluster(tmp_path, trainer=trainer) as run:
+        trainer.fail_next = DomainError(ErrorReason.CHILD_DIED, "rank 0 ended with signal 9")
+        await run.submit(run_config())
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FINISHED
+        await check_books(run)
+
+
+async def test_one_slot_is_enough_for_three_policies(tmp_path: Path) -> None:
+    trainer = StandInTrainer(num_slots=1)
+    async with cluster(tmp_path, trainer=trainer) as run:
+        await run.submit(run_config(versions=2))
+        assert (await run.follow()).status == common.RUN_STATUS_FINISHED
+        await check_books(run, versions=2)
+        assert set(trainer.suspended) == set(AGENTS)
+
+
+async def test_failed_samples_are_refilled_and_void(tmp_path: Path) -> None:
+    def verdict(spec):
+        if spec.ordinal == 0 and spec.batch == 1:
+            return failing_sample(spec, "WORKFLOW_RAISED", "ValueError: no")
+        return good_sample(spec)
+
+    async with cluster(tmp_path, rollout=StandInRollout(verdict)) as run:
+        await run.submit(run_config())
+        assert (await run.follow()).status == common.RUN_STATUS_FINISHED
+        batch = run.reports[1].batch
+        assert (batch.num_groups_closed, batch.num_groups_dropped) == (4, 0)
+        assert batch.metrics["num_samples"] == 12
+        assert batch.metrics["num_failed"] == 4
+        assert batch.policies["sorter"].voided["sample_failed"] == 8
+        assert batch.policies["sorter"].consumed == 24
+
+
+async def test_a_broken_workflow_fails_the_run_with_its_message(tmp_path: Path) -> None:
+    def verdict(spec):
+        return failing_sample(spec, "WORKFLOW_RAISED", "team.py: ValueError: no digits")
+
+    async with cluster(tmp_path, rollout=StandInRollout(verdict)) as run:
+        await run.submit(run_config())
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FAILED
+        assert progress.failure.reason == "WORKFLOW_RAISED"
+        assert "no digits" in progress.failure.message
+        stored = await run.store.get_run(RUN)
+        assert stored.failure.reason == "WORKFLOW_RAISED"
+
+
+async def test_a_fatal_dispatcher_fails_the_run(tmp_path: Path) -> None:
+    rollout = StandInRollout()
+    rollout.fatal = common.Failure(reason="WORKFLOW_IMPORT_FAILED", message="no module 'team'")
+    async with cluster(tmp_path, rollout=rollout) as run:
+        await run.submit(run_config())
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FAILED
+        assert progress.failure.message == "no module 'team'"
+
+
+@pytest.mark.parametrize(
+    ("queries", "words"),
+    [
+        ([], "it has no rows"),
+        ([b'{"digits":1}'] * 3, "fewer than batch.groups = 4"),
+        ([b'{"digits":1}', b"{"], "line 2 is not JSON"),
+        ([b'{"number":1}'] * 9, "line 1 lacks column 'digits'"),
+    ],
+)
+async def test_a_bad_dataset_fails_the_run(tmp_path: Path, queries, words) -> None:
+    async with cluster(tmp_path) as run:
+        await run.submit(run_config(), queries=queries)
+        progress = await run.follow()
+        assert progress.failure.reason == "DATASET_INVALID"
+        assert words in progress.failure.message
+        assert "data.jsonl" in progress.failure.message
+
+
+async def test_stop_now_and_resume(tmp_path: Path) -> None:
+    rollout = StandInRollout(pause_s=0.01)
+    async with cluster(tmp_path, rollout=rollout) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version >= 1)
+        progress = await run.client.stop_run(RUN)
+        assert progress.status == common.RUN_STATUS_STOPPED
+        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_STOPPED
+        with pytest.raises(FlexMarlError, match="resume"):
+            await run.client.submit_run(RUN, home_shard=run.home)
+        await run.client.resume_run(RUN, home_shard=run.home)
+        assert (await run.follow()).status == common.RUN_STATUS_FINISHED
+        await check_books(run)
+        # A finished run can be asked for again: it is told, not driven.
+        progress = await run.client.resume_run(RUN, home_shard=run.home)
+        assert (progress.status, progress.version) == (common.RUN_STATUS_FINISHED, 3)
+
+
+async def test_stop_after_the_batch(tmp_path: Path) -> None:
+    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.01)) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version == 1)
+        await run.client.stop_run(RUN, finish_batch=True)
+        progress = await run.follow()
+        assert (progress.status, progress.version) == (common.RUN_STATUS_STOPPED, 2)
+
+
+async def test_a_second_orchestrator_takes_over(tmp_path: Path) -> None:
+    rollout = StandInRollout(pause_s=0.01)
+    async with cluster(tmp_path, rollout=rollout) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version >= 1)
+        await run.store.acquire_term(RUN, "orchestrator", holder="another one")
+        with pytest.raises(FlexMarlError) as taken:
+            await run.follow()
+        assert taken.value.reason is ErrorReason.TERM_STALE
+        # It stopped acting, and said nothing about the run's state.
+        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_RUNNING
+
+
+async def test_refusals(tmp_path: Path) -> None:
+    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.02)) as run:
+        with pytest.raises(NotFoundError):
+            await run.client.get_run_status(RUN)
+        with pytest.raises(NotFoundError, match="no run"):
+            await run.client.submit_run("other", home_shard=run.home)
+        with pytest.raises(FlexMarlError, match="home_shard"):
+            await run.client.submit_run("other", home_shard=common.ShardAddress())
+        await run.submit(run_config())
+        progress = await run.client.submit_run(RUN, home_shard=run.home)  # again: answered
+        assert progress.status == common.RUN_STATUS_RUNNING
+        with pytest.raises(FlexMarlError, match="several runs"):
+            await run.client.submit_run("other", home_shard=run.home)
+        status = await run.client.get_run_status(RUN)
+        assert status.waits
+
+
+async def test_sigterm_leaves_the_run_to_the_next_start(tmp_path: Path) -> None:
+    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.01)) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version >= 1)
+        assert await asyncio.to_thread(run.orchestrator_process.stop) == 0
+        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_RUNNING
+        await run.orchestrator_process.start()
+        assert (await follow_again(run)).status == common.RUN_STATUS_FINISHED
+        await check_books(run)
+
+
+async def follow_again(run: Cluster):
+    """Follow over a restart: the new process may not have taken the run up yet."""
+    for _ in range(200):
+        try:
+            return await run.follow()
+        except FlexMarlError:
+            await asyncio.sleep(0.05)
+    raise AssertionError(run.orchestrator_process.log())
