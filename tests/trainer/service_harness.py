@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.harness import Row, make_rows
+import pytest
+from trainer.harness import Row
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -25,6 +27,7 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as store_pb2
 from flexmarl.client.bundle import folder_hash
 from flexmarl.client.store import StoreClient
 from flexmarl.client.trainer import TrainerClient
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import BatchId, GroupId, SampleId, VertexId, micro_batch_id
 from flexmarl.runtime.run_config import RunConfig
 
@@ -287,9 +290,15 @@ class Run:
             self.run_id, policy, term=self.terms[policy]
         )
 
-    async def read(self, ref: common_pb2.ObjectRef) -> bytes:
+    def weights_hash(self, policy: str) -> str:
+        assert self.manifest is not None
+        return self.manifest.policies[policy].weights_hash
+
+    async def numbers(self, ref: common_pb2.ObjectRef) -> list[float]:
+        """All numbers of a float64 segment, by name."""
         async with self.cluster.store.open_segment(self.run_id, ref.key, holder="test") as reader:
-            return b"".join(bytes(buffer.data) for _, buffer in sorted(reader.buffers.items()))
+            data = b"".join(bytes(buffer.data) for _, buffer in sorted(reader.buffers.items()))
+        return list(array("d", data))
 
 
 @asynccontextmanager
@@ -326,5 +335,9 @@ async def start_cluster(folder: Path, *, slots: int = 2) -> AsyncIterator[Cluste
         shutil.rmtree(memory, ignore_errors=True)
 
 
-def rows(count: int, seed: int) -> list[Row]:
-    return make_rows(count, seed=seed)
+@contextmanager
+def fails(*reasons: ErrorReason, match: str | None = None) -> Iterator[None]:
+    """The call inside fails with one of these reasons, and says this."""
+    with pytest.raises(DomainError, match=match) as caught:
+        yield
+    assert caught.value.reason in reasons, caught.value

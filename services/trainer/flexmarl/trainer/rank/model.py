@@ -19,8 +19,8 @@ from flexmarl.trainer.rank.precision import keep_float64
 LOGITS_PER_CHUNK: Final = 1 << 24
 """Most logits alive at once in the backward; more positions are scored chunk by chunk."""
 
-KEEP_GATHERED_BELOW: Final = 1 << 22
-"""Models with fewer parameters stay unsharded between forward and backward: copying costs more."""
+ONE_UNIT_BELOW: Final = 1 << 22
+"""Models with fewer parameters are sharded as one unit, not layer by layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def build_sharded(
 
 
 def shard(lm: Any, *, compute_dtype: str, mesh: DeviceMesh) -> ScoringModel:  # noqa: ANN401
-    """Shards a model in the master dtype: each layer a unit, the rest another.
+    """Shards a model in the master dtype: each layer a unit, and the rest another.
 
     Raises:
         DomainError: MODEL_INVALID.
@@ -125,14 +125,15 @@ def shard(lm: Any, *, compute_dtype: str, mesh: DeviceMesh) -> ScoringModel:  # 
     model = ScoringModel(lm, score_dtype=dtype)
     # The library's dropout and the like stay off: log-probabilities must be those of the engine.
     model.eval()
-    small = sum(parameter.numel() for parameter in model.parameters()) < KEEP_GATHERED_BELOW
+    small = sum(parameter.numel() for parameter in model.parameters()) < ONE_UNIT_BELOW
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if compute_dtype == "bfloat16" else None,
         reduce_dtype=dtype if compute_dtype == "bfloat16" else None,
         cast_forward_inputs=False,  # temperatures must stay exact
     )
-    for layer in _layers(lm):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not small)
+    # Hooks cost more than the overlap of layers brings when the whole model is small.
+    for layer in () if small else _layers(lm):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
 
