@@ -47,7 +47,9 @@ $(GSM8K_MODEL)/config.json: | $(STAMP)
 
 gsm8k: $(STAMP) $(GSM8K_MODEL)/config.json ## Three steps of a real team on GSM8K [GSM8K_DATA=... GSM8K_MODEL=...]
 	@[ -f "$(GSM8K_DATA)" ] || { echo "$(GSM8K_DATA): no such file; pass GSM8K_DATA=/path/to/train.jsonl" >&2; exit 1; }
-	@$(BIN)/flexmarl train examples/gsm8k/config.toml --set dataset.path='"$(abspath $(GSM8K_DATA))"'
+	@$(BIN)/python scripts/peak_memory.py $(BIN)/flexmarl train examples/gsm8k/config.toml \
+	  --set dataset.path='"$(abspath $(GSM8K_DATA))"' \
+	  $(foreach policy,solver verifier refiner,--set policies.$(policy).model.path='"$(abspath $(GSM8K_MODEL))"')
 
 test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 minutes)
 	@echo "core, with branch coverage"

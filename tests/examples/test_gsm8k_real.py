@@ -7,13 +7,13 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from scripts.peak_memory import PeakMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ("solver", "verifier", "refiner")
@@ -24,17 +24,6 @@ def dataset() -> Path:
     """GSM8K where it is; else a few questions of the same form."""
     path = Path(os.environ.get("FLEXMARL_GSM8K_DATA", ""))
     return path if path.is_file() else Path(__file__).with_name("questions.jsonl")
-
-
-def memory_of_tree(process: psutil.Process) -> int:
-    """Proportional set size of a process and all below it: shared pages count once."""
-    total = 0
-    for member in [process, *process.children(recursive=True)]:
-        try:
-            total += member.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return total
 
 
 @pytest.mark.real
@@ -52,28 +41,18 @@ def test_one_step_on_real_models(tmp_path: Path) -> None:
         f'--set=dataset.path="{dataset()}"',
         *(f'--set=policies.{name}.model.path="{model}"' for name in POLICIES),
     ]
-    peak = 0
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
-    reader.start()
-    watched = psutil.Process(process.pid)
     try:
-        while process.poll() is None:
-            peak = max(peak, memory_of_tree(watched))
-            try:
-                process.wait(0.5)
-            except subprocess.TimeoutExpired:
-                continue
+        with PeakMemory(process.pid) as memory:
+            output, _ = process.communicate(timeout=840)
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    reader.join(10)
-    assert process.returncode == 0, "".join(lines[-50:])
-    assert 0 < peak <= MEMORY_BOUND_BYTES
+    assert process.returncode == 0, output[-5000:]
+    assert 0 < memory.peak_bytes <= MEMORY_BOUND_BYTES
 
     folder = tmp_path / "runs/gsm8k"
     (numbers,) = (json.loads(line) for line in (folder / "metrics.jsonl").open())

@@ -1,0 +1,87 @@
+"""Runs a command and says how much memory it and all processes below it took at the peak.
+
+Usage: python scripts/peak_memory.py COMMAND ARGUMENT...
+
+The sum is of proportional set sizes: a page that several processes map counts once. Exits with the
+command's code; interrupting it interrupts the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import psutil
+
+INTERVAL_S = 0.5
+
+
+class PeakMemory:
+    """Watches a process tree from a thread until it is closed.
+
+    Attributes:
+        peak_bytes: Largest sum seen.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._root = psutil.Process(pid)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            self.peak_bytes = max(self.peak_bytes, _tree_bytes(self._root))
+            self._closed.wait(INTERVAL_S)
+
+
+def _tree_bytes(root: psutil.Process) -> int:
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        for process in [root, *root.children(recursive=True)]:
+            # A process may end between being listed and being read.
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total
+
+
+def run(command: Sequence[str]) -> tuple[int, int]:
+    """Runs a command to its end.
+
+    Returns:
+        Its exit code and the peak in bytes.
+    """
+    process = subprocess.Popen(command)
+    # The terminal sends an interrupt to the command as well, which stops in its own order.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with PeakMemory(process.pid) as memory:
+            code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code, memory.peak_bytes
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    code, peak_bytes = run(sys.argv[1:])
+    print(f"peak memory of all processes: {peak_bytes / 2**30:.1f} GiB", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
