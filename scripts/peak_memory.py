@@ -3,7 +3,7 @@
 Usage: python scripts/peak_memory.py COMMAND ARGUMENT...
 
 The sum is of proportional set sizes: a page that several processes map counts once. Exits with the
-command's code; interrupting it interrupts the command.
+command's code; interrupting or ending it interrupts or ends the command.
 """
 
 from __future__ import annotations
@@ -65,12 +65,10 @@ def run(command: Sequence[str]) -> tuple[int, int]:
     """
     process = subprocess.Popen(command)
     # The terminal sends an interrupt to the command as well, which stops in its own order.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with PeakMemory(process.pid) as memory:
-            code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    with PeakMemory(process.pid) as memory:
+        code = process.wait()
     return code, memory.peak_bytes
 
 
