@@ -239,7 +239,7 @@ async def start_ranks(count: int, folder: Path) -> Any:
                 slot=f"slot{position}",
                 position=position,
                 spawn=spawner(position),
-                warm_timeout_s=55,
+                warm_timeout_s=250,
                 on_death=lambda _: None,
             )
             for position in range(count)
@@ -257,7 +257,7 @@ async def start_ranks(count: int, folder: Path) -> Any:
         )
         port = rank_pb2.RankReply.FromString(await anext(frames)).store_served.port
         for worker in workers:
-            await worker.wait_ready(timeout_s=55)
+            await worker.wait_ready(timeout_s=250)
         try:
             yield Ranks(workers, port, folder)
         finally:

@@ -40,7 +40,7 @@ class Service:
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
 
-    async def start(self, *, timeout_s: float = 100.0) -> None:
+    async def start(self, *, timeout_s: float = 250.0) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         address_file = self.folder / "address.json"
         address_file.unlink(missing_ok=True)

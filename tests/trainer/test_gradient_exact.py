@@ -10,7 +10,7 @@ import torch
 from trainer import reference
 from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, read, saved
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 SPLITS = {

@@ -24,7 +24,7 @@ from trainer.harness import (
 
 from flexmarl.core.errors import DomainError, ErrorReason
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 MEMBERS = pytest.mark.parametrize("members", [[0], [0, 1]], ids=["one_rank", "two_ranks"])
 

@@ -13,7 +13,7 @@ from trainer.service_harness import Cluster, Run, fails
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.core.errors import ErrorReason
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -15,7 +15,7 @@ from trainer.service_harness import Cluster, Run, fails
 
 from flexmarl.core.errors import ErrorReason
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -28,7 +28,7 @@ class TrainerConfig(ServiceConfig):
     """Compute threads of each worker."""
     max_resident_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes of weights and moments that a worker keeps for bindings to come."""
-    warm_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    warm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest start of a worker."""
     command_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Longest work of a rank on one command; a rank that takes longer is ended."""

@@ -47,10 +47,10 @@ class Worker:
         self.slot = slot
         self.position = position
         self.generation = 0
-        self.busy_s = 0.0
         self.resident: tuple[str, str] | None = None
         """Keys of the master and moments that the worker's weights equal; None when unknown."""
-        self._busy_since: float | None = None
+        self._busy_s = 0.0
+        self._busy_since = 0.0
         self._spawn = spawn
         self._warm_timeout_s = warm_timeout_s
         self._on_death = on_death
@@ -71,8 +71,7 @@ class Worker:
 
     def busy_seconds(self) -> float:
         """Seconds of work since the trainer started, work in progress included."""
-        since = self._busy_since
-        return self.busy_s + (0.0 if since is None else time.monotonic() - since)
+        return self._busy_s + (time.monotonic() - self._busy_since if self._replies else 0.0)
 
     async def run(self) -> None:
         """Keeps a warm worker in the slot until cancelled."""
@@ -84,6 +83,7 @@ class Worker:
                 await self._become_warm(self._child)
                 failures = 0
                 await self._follow(self._child)
+                _log.warning("worker_died", slot=self.slot, pid=self.pid)
             except DomainError as error:
                 _log.error("worker_not_started", slot=self.slot, error=str(error))
             finally:
@@ -120,8 +120,9 @@ class Worker:
         self._next_command += 1
         command.command_id = self._next_command
         reply: asyncio.Future[rank_pb2.RankReply] = asyncio.get_running_loop().create_future()
+        if not self._replies:
+            self._busy_since = time.monotonic()
         self._replies[command.command_id] = reply
-        self._busy_since = started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 await child.link.send(command.SerializeToString())
@@ -137,8 +138,8 @@ class Worker:
             ) from None
         finally:
             self._replies.pop(command.command_id, None)
-            self._busy_since = None
-            self.busy_s += time.monotonic() - started
+            if not self._replies:
+                self._busy_s += time.monotonic() - self._busy_since
         if answer.WhichOneof("reply") == "failure":
             failure = answer.failure
             reason = find_reason(failure.reason) or ErrorReason.INTERNAL
@@ -185,7 +186,6 @@ class Worker:
             if not future.done():
                 future.set_exception(died)
         if was_ready:
-            _log.warning("worker_died", slot=self.slot, pid=self.pid)
             self._on_death(self)
         self._child = None
 
