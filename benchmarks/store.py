@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -85,7 +86,7 @@ async def _single(report: Report, store: StoreClient, echo: str, folder: Path) -
     request = _row(0, 0).SerializeToString()
     handle = os.open(folder / "floor", os.O_WRONLY | os.O_CREAT)
     async with grpc.aio.insecure_channel(echo) as channel:
-        call = channel.unary_unary("/bench.Echo/Echo")
+        call: Any = channel.unary_unary("/bench.Echo/Echo")
         for number in range(PAIRS):
             vertex = _row(900_000 + number, 0)
             started = time.perf_counter()
@@ -355,7 +356,7 @@ def _described(process: subprocess.Popen[bytes], path: Path) -> dict[str, str]:
     end = time.monotonic() + 60
     while not path.exists():
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"process {process.args} did not start")
+            raise RuntimeError(f"process {process.args!r} did not start")
         time.sleep(0.02)
     described: dict[str, str] = json.loads(path.read_text())
     return described
@@ -368,7 +369,7 @@ async def _serve_echo(path: Path) -> None:
         return request
 
     server = grpc.aio.server(options=server_options())
-    handler = grpc.unary_unary_rpc_method_handler(echo)
+    handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("bench.Echo", {"Echo": handler}),)
     )

@@ -78,7 +78,9 @@ def test_range_is_deleted_after_the_writes_of_its_batch(backend):
     assert [key for key, _ in backend.scan(Table.EVENTS, b"", None)] == [b"c"]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(
         st.tuples(st.binary(min_size=1, max_size=3), st.none() | st.binary(max_size=3)),

@@ -264,6 +264,32 @@ class TestSegments:
                 assert freed == 1
             assert shard.files.pool_bytes == 0
 
+    async def test_memory_tier_lost_with_the_host_is_told_and_survived(self, tmp_path):
+        async with serving(tmp_path) as (store, shard):
+            await store.create_run(a_run())
+            writer = await store.allocate_segment(RUN, "s1", SPECS)
+            shard._start_checksum = lambda key: None
+            shard.segments._background = lambda key: None
+            await writer.seal()
+        async with serving(tmp_path) as (store, shard):
+            assert await refusal(store._open(RUN, "s1", holder="x")) == "SEGMENT_NOT_FOUND"
+            await shard.wait_checksum("s1")
+            assert await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=0) == 1
+            assert (await store.get_stats()).numbers["memory_tier_bytes"] == 0
+
+    async def test_disk_tier_survives_the_memory_tiers_loss(self, tmp_path):
+        async with serving(tmp_path) as (store, _):
+            await store.create_run(a_run())
+            async with store.allocate_segment(
+                RUN, "s1", SPECS, tier=pb.SEGMENT_TIER_DISK
+            ) as writer:
+                writer.buffers["b"].data[:] = b"on disk!"
+        async with (
+            serving(tmp_path) as (store, _),
+            store.open_segment(RUN, "s1", holder="x") as reader,
+        ):
+            assert bytes(reader.buffers["b"].data) == b"on disk!"
+
     async def test_forgotten_lease_ends_but_its_pages_are_not_reused(self, opened, store):
         shard = opened[1]
         async with store.allocate_segment(RUN, "s1", SPECS):

@@ -53,6 +53,14 @@ async def test_kinds_are_filtered_and_the_cursor_moves_on(store):
     await watch.aclose()
 
 
+async def test_long_stretch_of_other_kinds_is_passed_over(store):
+    for first in range(0, 6000, 500):
+        await admit(store, first, 500)
+    await store.write_graph(RUN, term=0, samples=[a_sample()])
+    events = await collect(store, 1, kinds=[pb.EVENT_KIND_SAMPLE])
+    assert [e.cursor for e in events] == [6002]
+
+
 async def test_unchanged_writes_make_no_events(store):
     for _ in range(2):
         await store.write_graph(RUN, term=0, groups=[a_group()], samples=[a_sample()])

@@ -47,10 +47,11 @@ def _check_path(path: str) -> None:
 _ANY_SAMPLE = SampleId.parse("b000000a0-g0000-s000a0")
 
 
+@lru_cache(maxsize=65536)
 def check_sample_ids(
     *, sample_id: str, group_id: str, batch: int, batch_attempt: int, sample_attempt: int
 ) -> None:
-    """Checks that the bare ids of a row say what its sample id says.
+    """Checks that the bare ids of a row say what its sample id says; remembers the right ones.
 
     Raises:
         ValueError: They do not.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -43,10 +43,11 @@ class RecentVertices:
     def __init__(self) -> None:
         self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def add(self, run_id: str, vertex_id: str) -> None:
-        """Remember one, forget the oldest."""
-        self._ids[run_id, vertex_id] = None
-        if len(self._ids) > _RECENT_VERTICES:
+    def add(self, run_id: str, vertex_ids: Iterable[str]) -> None:
+        """Remember some, forget the oldest."""
+        for vertex_id in vertex_ids:
+            self._ids[run_id, vertex_id] = None
+        while len(self._ids) > _RECENT_VERTICES:
             self._ids.popitem(last=False)
 
     def __contains__(self, key: tuple[str, str]) -> bool:
@@ -126,7 +127,7 @@ class _Call:
         if group.status != _OPEN:
             raise ValueError(f"group {group.group_id!r}: it is admitted as an open group")
         value = group.SerializeToString()
-        checks.check_size(f"group {group.group_id!r}", len(value), checks.MAX_GROUP_BYTES)
+        checks.check_size(group.group_id, len(value), checks.MAX_GROUP_BYTES)
         self._draft.put(Table.GRAPH, key, value)
         self._draft.event(self._run_id, group_event(group))
 
@@ -134,17 +135,14 @@ class _Call:
         """Decide over one vertex."""
         meta = vertex.meta
         checks.check_meta(meta)
-        objects = (
-            checks.check_payload(vertex, self._entry.columns)
-            if (vertex.HasField("payload"))
-            else []
-        )
+        has_payload = vertex.HasField("payload")
+        objects = checks.check_payload(vertex, self._entry.columns) if has_payload else ()
         vertex_id = meta.vertex_id
         key = keys.row(self._run_id, meta.agent, vertex_id)
         columns = encode_meta(meta)
-        payload = vertex.payload.SerializeToString(deterministic=True)
-        checks.check_size(f"vertex {vertex_id!r}", len(columns), checks.MAX_META_BYTES)
-        checks.check_size(f"vertex {vertex_id!r}", len(payload), checks.MAX_PAYLOAD_BYTES)
+        payload = vertex.payload.SerializeToString(deterministic=True) if has_payload else b""
+        checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
+        checks.check_size(vertex_id, len(payload), checks.MAX_PAYLOAD_BYTES)
         known = self._draft.get(Table.ROWS, key)
         same = known is not None and self._is_same(key, known, columns, payload)
         outcome = graph_rules.decide_vertex(
@@ -167,7 +165,7 @@ class _Call:
         checks.check_sample(sample)
         key = keys.join("sample", self._run_id, sample.sample_id)
         value = sample.SerializeToString(deterministic=True)
-        checks.check_size(f"sample {sample.sample_id!r}", len(value), checks.MAX_SAMPLE_BYTES)
+        checks.check_size(sample.sample_id, len(value), checks.MAX_SAMPLE_BYTES)
         known = self._draft.get(Table.GRAPH, key)
         old = None if known is None else graph_pb2.Sample.FromString(known).status
         outcome = graph_rules.decide_sample(
@@ -188,16 +186,15 @@ class _Call:
     def check_edges(self) -> None:
         """Check the edges into the accepted vertices."""
         graph_rules.check_edges(self._new_edges, is_stored=self._is_stored)
+        self._draft.at_commit.append(lambda: self._recent.add(self._run_id, self._new_edges))
 
     def _accept(
         self, key: bytes, meta: graph_pb2.VertexMeta, columns: bytes, payload: bytes
     ) -> None:
-        draft, run_id, vertex_id = self._draft, self._run_id, meta.vertex_id
-        draft.put(Table.ROWS, key, columns)
-        draft.put(Table.PAYLOADS, key, payload)
-        self._runs.note_agent(draft, self._entry, meta.agent)
-        self._new_edges[vertex_id] = list(meta.upstream_vertex_ids)
-        draft.at_commit.append(_remember(self._recent, run_id, vertex_id))
+        self._draft.put(Table.ROWS, key, columns)
+        self._draft.put(Table.PAYLOADS, key, payload)
+        self._runs.note_agent(self._draft, self._entry, meta.agent)
+        self._new_edges[meta.vertex_id] = list(meta.upstream_vertex_ids)
 
     def _keep_late(self, row_id: str, value: bytes) -> None:
         # The same late result again takes the same key, so repetition does not fill the table.
@@ -281,7 +278,3 @@ def _admission(group: graph_pb2.Group) -> bytes:
     ):
         kept.ClearField(name)  # what changes after admission
     return kept.SerializeToString(deterministic=True)
-
-
-def _remember(recent: RecentVertices, run_id: str, vertex_id: str) -> Callable[[], None]:
-    return lambda: recent.add(run_id, vertex_id)

@@ -26,7 +26,7 @@ from rocksdict import (
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import TABLES, Batch, Table
 
-_MAX_WAL_BYTES = 512 << 20
+_MAX_WAL_BYTES = 256 << 20
 _WRITE_BUFFER_BYTES = 64 << 20
 _MIN_BLOB_BYTES = 64 << 10
 _CACHE_BYTES = 256 << 20

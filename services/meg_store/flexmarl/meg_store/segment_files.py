@@ -50,6 +50,7 @@ class SegmentFiles:
         self._memory_bytes = memory_bytes
         self._pool_max_bytes = pool_bytes
         self._pool: list[SegmentFile] = []
+        self._in_use: dict[Path, int] = {}
         self.used_bytes = {MEMORY: 0, DISK: 0}
         self.pool_bytes = 0
         for folder in self._dirs.values():
@@ -60,7 +61,7 @@ class SegmentFiles:
         for tier, folder in self._dirs.items():
             for path in sorted(folder.glob("*.seg")):
                 if path in known:
-                    self.used_bytes[tier] += path.stat().st_size
+                    self._use(path, tier, path.stat().st_size)
                 else:
                     path.unlink(missing_ok=True)
 
@@ -93,7 +94,7 @@ class SegmentFiles:
             file: The file.
             reusable: Nobody can still have it mapped.
         """
-        self.used_bytes[file.tier] -= file.size_bytes
+        self.used_bytes[file.tier] -= self._in_use.pop(file.path, 0)
         pools = reusable and file.tier == MEMORY and file.size_bytes <= self._pool_max_bytes
         if not pools or not file.path.exists():
             file.path.unlink(missing_ok=True)
@@ -117,7 +118,7 @@ class SegmentFiles:
         path = self._name(key, MEMORY)
         file.path.rename(path)
         os.truncate(path, size_bytes)
-        self.used_bytes[MEMORY] += size_bytes
+        self._use(path, MEMORY, size_bytes)
         return SegmentFile(path, MEMORY, size_bytes, reused=True)
 
     async def _make_fresh(
@@ -129,16 +130,20 @@ class SegmentFiles:
             if self._is_over(size_bytes):
                 return None
         path = self._name(key, tier)
-        self.used_bytes[tier] += size_bytes
+        self._use(path, tier, size_bytes)
         try:
             await asyncio.to_thread(_reserve, path, size_bytes)
         except OSError as error:
-            self.used_bytes[tier] -= size_bytes
+            self.used_bytes[tier] -= self._in_use.pop(path)
             path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise
             return None
         return SegmentFile(path, tier, size_bytes)
+
+    def _use(self, path: Path, tier: pb.SegmentTier.ValueType, size_bytes: int) -> None:
+        self._in_use[path] = size_bytes
+        self.used_bytes[tier] += size_bytes
 
     def _is_over(self, more_bytes: int) -> bool:
         return self.used_bytes[MEMORY] + self.pool_bytes + more_bytes > self._memory_bytes
@@ -151,6 +156,16 @@ class SegmentFiles:
     def _name(self, key: str, tier: pb.SegmentTier.ValueType) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
         return self._dirs[tier] / f"{digest}-{uuid.uuid4().hex[:8]}.seg"
+
+
+def flush_file(path: Path) -> None:
+    """Make a file's bytes and name durable, also those written through a mapping."""
+    for name in (path, path.parent):
+        handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _reserve(path: Path, size_bytes: int) -> None:

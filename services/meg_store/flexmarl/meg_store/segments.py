@@ -26,7 +26,7 @@ from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft
 from flexmarl.meg_store.objects import check_key
 from flexmarl.meg_store.runs import Runs
-from flexmarl.meg_store.segment_files import SegmentFile, SegmentFiles
+from flexmarl.meg_store.segment_files import DISK, SegmentFile, SegmentFiles, flush_file
 
 MAX_SEGMENT_BYTES = 1 << 40
 _HEAD = struct.Struct(">BqqH")
@@ -177,6 +177,12 @@ class Segments:
         """Give back a file that `make_file` made and no record names."""
         self._files.free(file, reusable=True)
 
+    async def flush_file(self, key: str) -> None:
+        """Make the bytes of a segment of the disk tier durable."""
+        segment = self._segments.get(key)
+        if segment is not None and segment.file.tier == DISK and segment.file.path.exists():
+            await asyncio.to_thread(flush_file, segment.file.path)
+
     def seal(self, draft: Draft, request: pb.SealSegmentRequest) -> pb.SealSegmentResponse:
         """Make a segment visible; sealing it again with the same layout is answered.
 
@@ -301,7 +307,12 @@ class Segments:
         segment = self._segments.get(key)
         if segment is None or not segment.sealed or segment.view.object.checksum:
             return
-        checksum = await asyncio.to_thread(hash_file, segment.file.path, list(segment.view.buffers))
+        try:
+            checksum = await asyncio.to_thread(
+                hash_file, segment.file.path, list(segment.view.buffers)
+            )
+        except FileNotFoundError:
+            return  # freed meanwhile, or lost with the host; whoever opens it is told
         if self._segments.get(key) is not segment:
             return
         segment.view.object.checksum = checksum

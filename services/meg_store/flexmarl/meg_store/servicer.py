@@ -8,6 +8,7 @@ and may answer with serialised bytes, so that stored rows pass through without b
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ class Servicer:
     async def ListRuns(self, call: Call, _: Context) -> pb.ListRunsResponse:
         """See the contract."""
         ids = self.shard.runs.ids()
-        start = ids.index(call.message.page_token) + 1 if call.message.page_token else 0
+        token = call.message.page_token
+        if token and token not in ids:
+            raise ValueError("page_token is not of this query")
+        start = ids.index(token) + 1 if token else 0
         page = ids[start : start + (call.message.page_size or 100)]
         more = start + len(page) < len(ids)
         return pb.ListRunsResponse(
@@ -157,6 +161,8 @@ class Servicer:
                 told, told_at = cursor, time.monotonic()
             elif log.published <= cursor:
                 await log.wait(cursor, timeout_s=sign_of_life_s - silent_s)
+            else:
+                await asyncio.sleep(0)  # a long stretch of other kinds must not hold the loop
         if cursor != told:
             yield wire.watch_response((), cursor)
         raise DomainError(ErrorReason.DRAINING, "the store stops; resume at the cursor")
@@ -256,7 +262,8 @@ class Servicer:
                 segments.discard(file)
 
     async def SealSegment(self, call: Call, _: Context) -> bytes:
-        """See the contract."""
+        """See the contract; the bytes of the disk tier are on disk before the record says so."""
+        await self.shard.segments.flush_file(call.message.key)
         return await self._mutate(call, self.shard.segments.seal)
 
     async def OpenSegment(self, call: Call, _: Context) -> pb.OpenSegmentResponse:

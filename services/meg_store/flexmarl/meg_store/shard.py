@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from flexmarl.core.errors import DomainError
 from flexmarl.meg_store.backend import Backend
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.closures import Closures
@@ -20,6 +21,9 @@ from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFiles
 from flexmarl.meg_store.segments import Segments
 from flexmarl.meg_store.training import Training
+from flexmarl.runtime.logging import get_logger
+
+_log = get_logger(__name__)
 
 
 class Shard:
@@ -123,7 +127,13 @@ class Shard:
         while True:
             await asyncio.sleep(self.config.sweep_every_s)
             ttl_s = self.config.orphan_ttl_s
-            await self.objects.sweep_orphans(ttl_s=ttl_s, now_ns=time.time_ns())
-            await self.segments.sweep(
-                orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=time.monotonic()
-            )
+            try:
+                objects = await self.objects.sweep_orphans(ttl_s=ttl_s, now_ns=time.time_ns())
+                segments = await self.segments.sweep(
+                    orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=time.monotonic()
+                )
+            except DomainError as error:  # a full queue: the next round is early enough
+                _log.warning("sweep_put_off", reason=error.reason.value)
+                continue
+            if objects or segments:
+                _log.info("swept", objects=objects, segments=segments)

@@ -136,7 +136,7 @@ def check_group(group: graph_pb2.Group) -> None:
         raise ValueError(f"group {group.group_id!r} wants no samples")
 
 
-def check_size(what: str, size_bytes: int, limit: int) -> None:
+def check_size(row_id: str, size_bytes: int, limit: int) -> None:
     """Refuses an oversized value.
 
     Raises:
@@ -145,7 +145,7 @@ def check_size(what: str, size_bytes: int, limit: int) -> None:
     if size_bytes > limit:
         raise DomainError(
             ErrorReason.MESSAGE_TOO_LARGE,
-            f"{what} has {size_bytes} bytes, at most {limit} fit in a row; store an object",
+            f"row {row_id!r} has {size_bytes} bytes, at most {limit} fit in a row; store an object",
         )
 
 
