@@ -133,6 +133,7 @@ def test_capacity_bounds_an_instance_and_the_oldest_group_goes_first():
         1,
     )
     assert box.core.num_at("nobody") == 0
+    assert box.core.attempts_at({"i0", "nobody"}) == ["a#1"]
     assert sent(box(ok("a#1"))) == [("c#1", "i0")]
     assert sent(box(ok("c#1"))) == [("d#1", "i0")]
     assert sent(box(ok("d#1"))) == [("b#1", "i0")]

@@ -33,7 +33,6 @@ from flexmarl.core.ids import BatchId, GroupId, SampleId
 from flexmarl.core.seeds import sample_seed
 from flexmarl.runtime.run_config import RunConfig
 
-RUN = "r1"
 Answer = Callable[[eng.GenerateRequest], list[int] | common_pb2.Failure | None]
 
 
@@ -57,7 +56,7 @@ class Service:
         ]  # fmt: skip
         arguments = [part for item in sets for part in ("--set", item)]
         output = (self.folder / "output.txt").open("ab")
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # noqa: ASYNC220 - before anything else runs
             [sys.executable, "-m", self.module, *arguments],
             stdout=output, stderr=output, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -69,6 +68,15 @@ class Service:
                 await asyncio.sleep(0.02)
         self.address = json.loads(address_file.read_text())["address"]
         return self
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    async def ensure(self) -> None:
+        """Starts it, again at the same address."""
+        if not self.alive:
+            await self.start(port=self.port if self.address else 0)
 
     @property
     def port(self) -> int:
@@ -243,26 +251,43 @@ class HostStandIn:
         self.send(results=[result])
 
 
-class Cluster:
-    """Store, dispatcher, and one run."""
+class Services:
+    """A store and a dispatcher, shared by the tests of a module; what a test killed comes back."""
 
-    def __init__(self, tmp_path: Path, config: RunConfig, **sets: Any) -> None:
-        self.config = config
+    def __init__(self, folder: Path, **sets: Any) -> None:
+        self.folder = folder
         self.shm = Path(f"/dev/shm/flexmarl-test-{uuid.uuid4().hex[:12]}")
-        self.store_service = Service(
-            "flexmarl.meg_store", tmp_path / "store",
-            f"store.data_dir={tmp_path / 'store/data'}", f"store.shm_dir={self.shm}",
+        self.store = Service(
+            "flexmarl.meg_store", folder / "store",
+            f"store.data_dir={folder / 'store/data'}", f"store.shm_dir={self.shm}",
             "store.durability=process",
         )  # fmt: skip
-        self.rollout_service = Service(
-            "flexmarl.rollout", tmp_path / "rollout", f"data_dir={tmp_path / 'rollout/data'}",
-            "log.level=info", *(f"{key}={value}" for key, value in sets.items()),
+        self.rollout = Service(
+            "flexmarl.rollout", folder / "rollout", f"data_dir={folder / 'rollout/data'}",
+            *(f"{key}={value}" for key, value in sets.items()),
         )  # fmt: skip
+
+    async def revive(self) -> None:
+        await asyncio.gather(self.store.ensure(), self.rollout.ensure())
+
+    def stop(self) -> None:
+        self.rollout.stop()
+        self.store.stop()
+        shutil.rmtree(self.shm, ignore_errors=True)
+
+
+class Cluster:
+    """One run at the shared services."""
+
+    def __init__(self, services: Services, config: RunConfig) -> None:
+        self.config = config
+        self.run_id = f"r{uuid.uuid4().hex[:8]}"
+        self.store_service = services.store
+        self.rollout_service = services.rollout
         self.term = 0
         self.hosts: list[HostStandIn] = []
 
     async def __aenter__(self) -> Cluster:
-        await asyncio.gather(self.store_service.start(), self.rollout_service.start())
         self.store = StoreClient.connect(self.store_service.address)
         self.rollout = RolloutClient.connect(self.rollout_service.address)
         return self
@@ -270,11 +295,10 @@ class Cluster:
     async def __aexit__(self, *_: object) -> None:
         for host in self.hosts:
             await host.stop()
+        if self.rollout_service.alive:
+            await self.rollout.close_run(self.run_id, term=1 << 40)
         await self.rollout.close()
         await self.store.close()
-        self.rollout_service.stop()
-        self.store_service.stop()
-        shutil.rmtree(self.shm, ignore_errors=True)
 
     def host(self, **kwargs: Any) -> HostStandIn:
         host = HostStandIn(self.rollout_service.address, **kwargs).start()
@@ -288,7 +312,7 @@ class Cluster:
     async def create_run(self, dataset: Path) -> None:
         dataset.write_text("{}\n")
         source = RunSource(
-            run_id=RUN, config_json=self.config.model_dump_json().encode(),
+            run_id=self.run_id, config_json=self.config.model_dump_json().encode(),
             portable_config_json=b"{}", package=self.config.workflow.package, exclude=(),
             dataset=dataset,
             models={name: p.model.path for name, p in self.config.policies.items()},
@@ -296,13 +320,13 @@ class Cluster:
         await store_run(self.store, source, shards=self.shards)
 
     async def open(self) -> str:
-        self.term = await self.store.acquire_term(RUN, "orchestrator", holder="test")
-        return await self.rollout.open_run(RUN, term=self.term, shards=self.shards)
+        self.term = await self.store.acquire_term(self.run_id, "orchestrator", holder="test")
+        return await self.rollout.open_run(self.run_id, term=self.term, shards=self.shards)
 
     def manifest(self, version: int) -> Manifest:
         policies = {
             name: PolicyManifest(
-                weights=common_pb2.ObjectRef(shard="s0", key=f"{RUN}.{name}.v{version}"),
+                weights=common_pb2.ObjectRef(shard="s0", key=f"{self.run_id}.{name}.v{version}"),
                 weights_hash=f"hash-{name}-{version}",
             )
             for name in self.config.policies
@@ -310,7 +334,7 @@ class Cluster:
         return Manifest(version=version, policies=policies)
 
     async def activate(self, version: int) -> None:
-        await self.rollout.activate_version(RUN, self.manifest(version), term=self.term)
+        await self.rollout.activate_version(self.run_id, self.manifest(version), term=self.term)
 
     async def admit(
         self,
@@ -333,14 +357,14 @@ class Cluster:
                 )
             )  # fmt: skip
             specs += [self.spec(SampleId(group, s), text) for s in range(samples)]
-        await self.store.write_graph(RUN, term=self.term, groups=rows)
+        await self.store.write_graph(self.run_id, term=self.term, groups=rows)
         if start:
             await self.start(specs)
         self.specs = specs
         return [spec.sample_id for spec in specs]
 
     async def start(self, specs: list[SampleSpec]) -> None:
-        await self.rollout.start_samples(RUN, specs, term=self.term)
+        await self.rollout.start_samples(self.run_id, specs, term=self.term)
 
     def spec(self, sample: SampleId, query: bytes) -> SampleSpec:
         batch, group = sample.group.batch.batch, sample.group.ordinal
@@ -351,7 +375,7 @@ class Cluster:
         )  # fmt: skip
 
     async def status(self) -> RolloutStatus:
-        return await self.rollout.get_status(RUN)
+        return await self.rollout.get_status(self.run_id)
 
     async def until(
         self, condition: Callable[[RolloutStatus], bool], *, timeout_s: float = 30
@@ -371,7 +395,7 @@ class Cluster:
         return await self.until(lambda s: s.num_open_samples == 0, timeout_s=timeout_s)
 
     async def samples(self, batch: int = 0) -> dict[str, Any]:
-        return {s.sample_id: s for s in await self.store.list_samples(RUN, batch=batch)}
+        return {s.sample_id: s for s in await self.store.list_samples(self.run_id, batch=batch)}
 
     async def graph(self, sample_id: str) -> Any:
-        return await self.store.get_sample_graph(RUN, sample_id, view=VERTEX_VIEW_FULL)
+        return await self.store.get_sample_graph(self.run_id, sample_id, view=VERTEX_VIEW_FULL)

@@ -8,7 +8,8 @@ import signal
 
 import psutil
 import pytest
-from rollout.dispatcher_harness import RUN, Cluster
+import pytest_asyncio
+from rollout.dispatcher_harness import Cluster, Services
 from rollout.worker_harness import run_config, write_model, write_team
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -37,11 +38,22 @@ AGENTS = {
 }
 
 
-@pytest.fixture
-def make(tmp_path):
-    """Makes clusters around one module text."""
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-    def build(source=TEAM, *, agents=None, policies=None, workflow=None, **sets) -> Cluster:
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def services(tmp_path_factory):
+    shared = Services(tmp_path_factory.mktemp("services"), host_grace_s=1.5)
+    yield shared
+    shared.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make(tmp_path, services):
+    """Makes runs around one module text."""
+    await services.revive()
+
+    def build(source=TEAM, *, agents=None, policies=None, workflow=None) -> Cluster:
         config = run_config(
             write_model(tmp_path / "model"),
             write_team(tmp_path / "package", source),
@@ -49,8 +61,7 @@ def make(tmp_path):
             policies=policies,
             workflow=workflow,
         )
-        sets.setdefault("host_grace_s", 0.3)
-        return Cluster(tmp_path, config, **sets)
+        return Cluster(services, config)
 
     return build
 
@@ -108,7 +119,7 @@ async def test_the_next_version_is_loaded_between_batches_and_pinned_to_requests
         await cluster.until(lambda s: s.queues["p"].num_running == 1)
         # Announced while a sample of version 0 is open: nobody loads it.
         await cluster.rollout.prepare_weights(
-            RUN, 1, dict(cluster.manifest(1).policies), term=cluster.term
+            cluster.run_id, 1, dict(cluster.manifest(1).policies), term=cluster.term
         )
         await asyncio.sleep(0.2)
         assert {load.version for load in host.loads} == {0}
@@ -201,20 +212,20 @@ async def test_fewer_places_than_policies_are_refused(make, tmp_path):
 async def test_older_terms_and_other_runs_are_refused(make, tmp_path):
     async with make() as cluster:
         await opened(cluster, tmp_path)
-        newer = await cluster.store.acquire_term(RUN, "orchestrator", holder="other")
-        await cluster.rollout.open_run(RUN, term=newer, shards=cluster.shards)
+        newer = await cluster.store.acquire_term(cluster.run_id, "orchestrator", holder="other")
+        await cluster.rollout.open_run(cluster.run_id, term=newer, shards=cluster.shards)
         with pytest.raises(FlexMarlError) as info:
-            await cluster.rollout.start_samples(RUN, [], term=cluster.term)
+            await cluster.rollout.start_samples(cluster.run_id, [], term=cluster.term)
         assert info.value.reason is ErrorReason.TERM_STALE
         with pytest.raises(FlexMarlError) as info:
             await cluster.rollout.get_status("elsewhere")
         assert info.value.reason is ErrorReason.RUN_NOT_FOUND
-        await cluster.rollout.close_run(RUN, term=newer)
+        await cluster.rollout.close_run(cluster.run_id, term=newer)
         with pytest.raises(FlexMarlError) as info:
             await cluster.status()
         assert info.value.reason is ErrorReason.RUN_NOT_FOUND
         cluster.term = newer
-        await cluster.rollout.open_run(RUN, term=newer, shards=cluster.shards)
+        await cluster.rollout.open_run(cluster.run_id, term=newer, shards=cluster.shards)
 
 
 def workers_of(cluster: Cluster) -> list[psutil.Process]:
@@ -267,7 +278,7 @@ async def test_a_sample_that_kills_its_workers_fails_by_name_and_spares_others(m
     source = TEAM.replace(
         "    left, right", "    if query['n'] == 2: __import__('os')._exit(3)\n    left, right"
     )
-    async with make(source, worker_restarts=3) as cluster:
+    async with make(source) as cluster:
         await opened(cluster, tmp_path)
         ids = await cluster.admit(0, groups=4)
         await cluster.until_ended(timeout_s=50)
@@ -342,7 +353,7 @@ async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
 async def test_a_host_that_comes_back_keeps_its_attempts_and_one_that_does_not_loses_them(
     make, tmp_path
 ):
-    async with make(host_grace_s=1.0) as cluster:
+    async with make() as cluster:
         await opened(cluster, tmp_path)
         host = cluster.hosts[0]
         host.drop_stored = True
@@ -395,7 +406,9 @@ async def test_cancelled_samples_end_and_their_calls_are_aborted(make, tmp_path)
         ids = await cluster.admit(0, groups=2)
         waiting = await cluster.admit(1, groups=1)
         await cluster.until(lambda s: s.queues["p"].num_running == 2)
-        await cluster.rollout.cancel_samples(RUN, [ids[0], waiting[0], "nobody"], term=cluster.term)
+        await cluster.rollout.cancel_samples(
+            cluster.run_id, [ids[0], waiting[0], "nobody"], term=cluster.term
+        )
         await cluster.until(lambda s: s.num_open_samples == 1)
         graph = await cluster.graph(ids[0])
         assert graph.sample.status == common_pb2.SAMPLE_STATUS_CANCELLED
@@ -417,7 +430,7 @@ async def test_status_names_what_the_run_waits_for_and_its_stream_ends_with_the_
         assert "policy p: no instance serves version 0" in text
         seen = []
         with pytest.raises(FlexMarlError):
-            async for item in cluster.rollout.watch_status(RUN, interval_s=0.05):
+            async for item in cluster.rollout.watch_status(cluster.run_id, interval_s=0.05):
                 seen.append(item)
                 if len(seen) == 3:
                     cluster.rollout_service.kill()

@@ -17,6 +17,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     LoadWeights,
 )
 from flexmarl.core.dispatch_events import InstanceChanged, InstanceUse, WeightsKnown
+from flexmarl.core.errors import DomainError
 from flexmarl.core.placement import HostRoom, check_capacity, instance_id, place
 from flexmarl.core.weight_loads import Load, decide_loads
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
@@ -91,6 +92,14 @@ class Fleet:
         """Tells every host its part again, under the current term."""
         for session in self._hosts.sessions:
             self._send_plan(session)
+
+    def shortage(self) -> DomainError | None:
+        """Why the connected hosts cannot give each policy an instance, if they cannot."""
+        try:
+            check_capacity(self._wanted, self._rooms())
+        except DomainError as error:
+            return error
+        return None
 
     def is_serving(self, version: int) -> dict[str, bool]:
         """Whether each policy has an instance that serves a version."""

@@ -50,6 +50,9 @@ MAX_READS: Final = 16
 BACKSTOP_S: Final = 30.0
 """A sample whose worker has said nothing so long after its own deadlines: the worker is ended."""
 
+SHORTAGE_S: Final = 10.0
+"""How long hosts may be too few for the run's policies: another one may be about to connect."""
+
 _FATAL: Final = frozenset(
     (
         ErrorReason.UNKNOWN_AGENT.value,
@@ -143,6 +146,9 @@ class Run:
             lines.append(f"workflow workers: {missing} of {self.workers.num_slots} start")
         if self.version < 0:
             lines.append("orchestrator: no version is active yet")
+        shortage = self.fleet.shortage()
+        if shortage is not None:
+            lines.append(f"engine hosts: {shortage.message}")
         serving = self.fleet.is_serving(self.version)
         lines += [
             f"policy {policy}: no instance serves version {max(self.version, 0)}"
@@ -466,11 +472,23 @@ class Run:
 
     async def _supervise(self) -> None:
         """Looks at what no event would bring up; wakes every TICK_S until cancelled."""
+        short_since: float | None = None
         while True:
             await asyncio.sleep(TICK_S)
             self.fleet.order_loads()
             self._end_silent_workers()
+            short_since = self._check_shortage(short_since)
             await self._flush_spans()
+
+    def _check_shortage(self, since: float | None) -> float | None:
+        """Ends the run when hosts are there and stay too few; returns since when they are."""
+        shortage = self.fleet.shortage()
+        if shortage is None:
+            return None
+        now = self._loop.time()
+        if since is not None and now - since > SHORTAGE_S:
+            self._set_fatal(Failure(reason=shortage.reason, message=shortage.message))
+        return now if since is None else since
 
     def _end_silent_workers(self) -> None:
         workflow = self.config.workflow
