@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,13 +27,13 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flexmarl.client.errors import NotFoundError
 from flexmarl.client.orchestrator import OrchestratorClient
 from flexmarl.client.store import StoreClient
 from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.server import GrpcServer
 
-RUN = "quick"
 AGENTS = ("splitter", "sorter", "merger")
 ENDED = {common.RUN_STATUS_FINISHED, common.RUN_STATUS_FAILED, common.RUN_STATUS_STOPPED}
 
@@ -46,6 +49,7 @@ class OrchestratorProcess:
             f"server.address_file={self.address_file}",
             "server.reflection=false",
             "status_interval_ms=50",
+            "confirm_term_s=0.3",
             *settings,
         )
         self._port = 0
@@ -95,6 +99,7 @@ class OrchestratorProcess:
 class Cluster:
     """Everything that one run needs."""
 
+    run_id: str
     store_process: StoreProcess
     orchestrator_process: OrchestratorProcess
     store: StoreClient
@@ -107,7 +112,7 @@ class Cluster:
     async def submit(self, config: RunConfig, *, queries: list[bytes] | None = None) -> None:
         """Store a run and submit it."""
         await self.store_run(config, queries=queries)
-        await self.client.submit_run(RUN, home_shard=self.home)
+        await self.client.submit_run(self.run_id, home_shard=self.home)
 
     async def store_run(self, config: RunConfig, *, queries: list[bytes] | None = None) -> None:
         """Store a run."""
@@ -115,7 +120,7 @@ class Cluster:
         dataset = await self.store.put_object(b"\n".join(lines) or b"\n")
         bundle = await self.store.put_object(b"no workflow is run here")
         run = graph.Run(
-            run_id=RUN,
+            run_id=self.run_id,
             config_json=config.model_dump_json().encode(),
             content_hash="sha256:0",
             shards=[self.home],
@@ -128,7 +133,9 @@ class Cluster:
         """Watch the run to its end, collecting reports."""
         first = max(self.reports, default=-1) + 1
         progress = None
-        async for message in self.client.watch_progress(RUN, from_version=first, interval_ms=50):
+        async for message in self.client.watch_progress(
+            self.run_id, from_version=first, interval_ms=50
+        ):
             for report in message.reports:
                 assert report.version not in self.reports, "a report comes once"
                 self.reports[report.version] = report
@@ -139,19 +146,19 @@ class Cluster:
 
     async def until(self, condition: Any) -> None:
         """Wait until a condition over the store's newest manifest holds."""
-        while not condition(await self.store.get_manifest(RUN)):
+        while not condition(await self.store.get_manifest(self.run_id)):
             await asyncio.sleep(0.02)
 
     async def manifests(self) -> list[graph.Manifest]:
         """All versions."""
-        return await self.store.list_manifests(RUN)
+        return await self.store.list_manifests(self.run_id)
 
 
 def run_config(**more: Any) -> RunConfig:
     """A run of three policies, each agent with one of its own."""
     return RunConfig.model_validate(
         {
-            "name": RUN,
+            "name": "quick",
             "seed": 7,
             "versions": more.get("versions", 3),
             "workflow": {"entry": "team:team", "reward": "team:reward"},
@@ -175,17 +182,49 @@ def run_config(**more: Any) -> RunConfig:
     )
 
 
+class Processes:
+    """A store and an orchestrator that the tests of a module share; `port` is for the stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.store = StoreProcess(folder, "store.durability=process")
+        self.orchestrator = OrchestratorProcess(
+            folder, f"rollout=127.0.0.1:{self.port}", f'trainers=["127.0.0.1:{self.port}"]'
+        )
+        self.addresses = ("", "")
+
+    def start(self) -> None:
+        """Start both, side by side."""
+
+        async def both() -> tuple[str, str]:
+            return await asyncio.gather(self.store.start(), self.orchestrator.start())
+
+        self.addresses = asyncio.run(both())
+
+    def clean(self) -> None:
+        """End both."""
+        self.orchestrator.clean()
+        self.store.clean()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @asynccontextmanager
 async def cluster(
-    folder: Path,
-    *settings: str,
+    processes: Processes,
+    *,
     rollout: StandInRollout | None = None,
     trainer: StandInTrainer | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A running cluster; everything is ended and cleaned up afterwards."""
+    """A cluster for one run: stand-ins of its own beside the shared processes."""
     rollout, trainer = rollout or StandInRollout(), trainer or StandInTrainer()
     server = GrpcServer(
-        ServerConfig(reflection=False, grace_s=0.1),
+        ServerConfig(port=processes.port, reflection=False, grace_s=0.1),
         name="stand-ins",
         add_to_server=[
             partial(add_RolloutServiceServicer_to_server, rollout),
@@ -198,28 +237,28 @@ async def cluster(
         ],
     )
     await server.start()
-    store_process = StoreProcess(folder, "store.durability=process")
-    orchestrator = OrchestratorProcess(
-        folder, f"rollout={server.address}", f'trainers=["{server.address}"]', *settings
-    )
+    store_address, address = processes.addresses
+    run_id = f"run-{uuid.uuid4().hex[:12]}"
     try:
-        store_address, address = await asyncio.gather(store_process.start(), orchestrator.start())
         async with (
             StoreClient.connect(store_address) as store,
             OrchestratorClient(address) as client,
         ):
+            home = common.ShardAddress(name="s0", address=store_address)
             yield Cluster(
-                store_process,
-                orchestrator,
+                run_id,
+                processes.store,
+                processes.orchestrator,
                 store,
                 client,
                 rollout,
                 trainer,
-                common.ShardAddress(name="s0", address=store_address),
+                home,
             )
+            # Whatever the test left running must not be in the next one's way.
+            with contextlib.suppress(NotFoundError):
+                await client.stop_run(run_id)
     finally:
         await rollout.close()
         await trainer.close()
-        orchestrator.clean()
-        store_process.clean()
         await server.stop()

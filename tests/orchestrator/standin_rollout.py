@@ -47,7 +47,7 @@ class StandInRollout(RolloutServiceServicer):
         self._verdict = verdict or good_sample
         self._pause_s = pause_s
         self._store: StoreClient | None = None
-        self._queue: asyncio.Queue[tuple[str, int, pb.SampleSpec]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[str, pb.SampleSpec]] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
 
     async def OpenRun(self, request: pb.OpenRunRequest, _: object) -> pb.OpenRunResponse:
@@ -70,7 +70,7 @@ class StandInRollout(RolloutServiceServicer):
             if spec.sample_id not in self._known:
                 self._known.add(spec.sample_id)
                 self.started.append(spec)
-                self._queue.put_nowait((request.run_id, request.term, spec))
+                self._queue.put_nowait((request.run_id, spec))
         return pb.StartSamplesResponse(incarnation=self.incarnation)
 
     async def CancelSamples(
@@ -126,18 +126,20 @@ class StandInRollout(RolloutServiceServicer):
             while not self._queue.empty() and len(items) < 16:
                 items.append(self._queue.get_nowait())
             await asyncio.sleep(self._pause_s * len(items))
-            run_id, term, _ = items[0]
-            specs = [spec for _, _, spec in items if spec.sample_id in self._known]
+            specs = [spec for _, spec in items if spec.sample_id in self._known]
             samples = [self._verdict(spec) for spec in specs]
-            vertices = [
-                v for spec, s in zip(specs, samples, strict=True) for v in self._calls(spec, s)
-            ]
+            pairs = list(zip(specs, samples, strict=True))
+            vertices = [vertex for pair in pairs for vertex in self._calls(*pair)]
             try:
-                await self._store.write_graph(run_id, term=term, samples=samples, vertices=vertices)
+                await self._store.write_graph(
+                    items[0][0], term=self.terms[-1], samples=samples, vertices=vertices
+                )
             except DomainError as error:
-                # An orchestrator that came after raised the term: its samples are started again.
+                # Another orchestrator comes: what was made is written under its term.
                 assert error.reason is ErrorReason.TERM_STALE, error
-                self._known.difference_update(spec.sample_id for spec in specs)
+                for item in items:
+                    self._queue.put_nowait(item)
+                await asyncio.sleep(0.01)
 
     def _calls(self, spec: pb.SampleSpec, sample: graph.Sample) -> list[graph.Vertex]:
         rng = Random(spec.seed)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from orchestrator.cluster import AGENTS, RUN, Cluster, cluster, run_config
+from orchestrator.cluster import AGENTS, Cluster, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample
 from orchestrator.standin_trainer import StandInTrainer, weights_of
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.errors import DomainError, ErrorReason
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """One store and one orchestrator for all tests here: each test drives a run of its own."""
+    shared = Processes(tmp_path_factory.mktemp("orchestrator"))
+    try:
+        shared.start()
+        yield shared
+    finally:
+        shared.clean()
+
 
 CALLS_PER_SAMPLE = {"splitter": 1, "sorter": 2, "merger": 1}
 
@@ -29,9 +41,9 @@ async def check_books(run: Cluster, *, versions: int = 3, samples: int = 12) -> 
     records = [
         record
         for batch in range(versions)
-        for record in await run.store.list_micro_batches(RUN, batch=batch)
+        for record in await run.store.list_micro_batches(run.run_id, batch=batch)
     ]
-    weights = await weights_of(run.store, RUN, manifests[-1])
+    weights = await weights_of(run.store, run.run_id, manifests[-1])
     for agent in AGENTS:
         # The weights count what was applied to them: each record once, over all losses.
         assert weights[agent] == sum(record.policy == agent for record in records)
@@ -39,8 +51,8 @@ async def check_books(run: Cluster, *, versions: int = 3, samples: int = 12) -> 
     assert (manifests[-1].cursor.epoch, manifests[-1].cursor.position) == divmod(4 * versions, 13)
 
 
-async def test_a_run_trains_to_its_last_version(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as run:
+async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
+    async with cluster(processes) as run:
         await run.submit(run_config())
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FINISHED
@@ -50,7 +62,7 @@ async def test_a_run_trains_to_its_last_version(tmp_path: Path) -> None:
         assert run.rollout.activated == [0, 1, 2, 3]
         assert set(run.trainer.applied) == {(a, b) for a in AGENTS for b in range(3)}
         assert set(run.rollout.prepared) == {(b + 1, a) for a in AGENTS for b in range(3)}
-        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_FINISHED
+        assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_FINISHED
         assert run.rollout.opened == set()
         metrics = run.reports[1].batch.metrics
         assert 0.0 <= metrics["team_reward"] <= 3.0
@@ -65,9 +77,9 @@ async def test_a_run_trains_to_its_last_version(tmp_path: Path) -> None:
         assert "utilisation/trainer" in metrics
 
 
-async def test_the_orchestrator_is_killed_in_the_middle(tmp_path: Path) -> None:
+async def test_the_orchestrator_is_killed_in_the_middle(processes: Processes) -> None:
     rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
-    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config(versions=4))
         for version in range(3):
             await run.until(lambda m, v=version: m is not None and m.version >= v)
@@ -80,9 +92,9 @@ async def test_the_orchestrator_is_killed_in_the_middle(tmp_path: Path) -> None:
         assert sorted(run.reports) == [0, 1, 2, 3]
 
 
-async def test_the_store_is_killed_in_the_middle(tmp_path: Path) -> None:
+async def test_the_store_is_killed_in_the_middle(processes: Processes) -> None:
     rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
-    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         run.store_process.kill()
@@ -92,9 +104,9 @@ async def test_the_store_is_killed_in_the_middle(tmp_path: Path) -> None:
         await check_books(run)
 
 
-async def test_the_dispatcher_and_the_trainer_are_started_anew(tmp_path: Path) -> None:
+async def test_the_dispatcher_and_the_trainer_are_started_anew(processes: Processes) -> None:
     rollout, trainer = StandInRollout(pause_s=0.01), StandInTrainer(pause_s=0.01)
-    async with cluster(tmp_path, rollout=rollout, trainer=trainer) as run:
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config(versions=4))
         await run.until(lambda m: m is not None and m.version >= 1)
         rollout.forget()
@@ -106,9 +118,9 @@ async def test_the_dispatcher_and_the_trainer_are_started_anew(tmp_path: Path) -
         assert len(rollout.terms) >= 2
 
 
-async def test_a_dead_rank_costs_computing_never_rows(tmp_path: Path) -> None:
+async def test_a_dead_rank_costs_computing_never_rows(processes: Processes) -> None:
     trainer = StandInTrainer()
-    async with cluster(tmp_path, trainer=trainer) as run:
+    async with cluster(processes, trainer=trainer) as run:
         trainer.fail_next = DomainError(ErrorReason.CHILD_DIED, "rank 0 ended with signal 9")
         await run.submit(run_config())
         progress = await run.follow()
@@ -116,22 +128,22 @@ async def test_a_dead_rank_costs_computing_never_rows(tmp_path: Path) -> None:
         await check_books(run)
 
 
-async def test_one_slot_is_enough_for_three_policies(tmp_path: Path) -> None:
+async def test_one_slot_is_enough_for_three_policies(processes: Processes) -> None:
     trainer = StandInTrainer(num_slots=1)
-    async with cluster(tmp_path, trainer=trainer) as run:
+    async with cluster(processes, trainer=trainer) as run:
         await run.submit(run_config(versions=2))
         assert (await run.follow()).status == common.RUN_STATUS_FINISHED
         await check_books(run, versions=2)
         assert set(trainer.suspended) == set(AGENTS)
 
 
-async def test_failed_samples_are_refilled_and_void(tmp_path: Path) -> None:
+async def test_failed_samples_are_refilled_and_void(processes: Processes) -> None:
     def verdict(spec):
         if spec.ordinal == 0 and spec.batch == 1:
             return failing_sample(spec, "WORKFLOW_RAISED", "ValueError: no")
         return good_sample(spec)
 
-    async with cluster(tmp_path, rollout=StandInRollout(verdict)) as run:
+    async with cluster(processes, rollout=StandInRollout(verdict)) as run:
         await run.submit(run_config())
         assert (await run.follow()).status == common.RUN_STATUS_FINISHED
         batch = run.reports[1].batch
@@ -142,24 +154,24 @@ async def test_failed_samples_are_refilled_and_void(tmp_path: Path) -> None:
         assert batch.policies["sorter"].consumed == 24
 
 
-async def test_a_broken_workflow_fails_the_run_with_its_message(tmp_path: Path) -> None:
+async def test_a_broken_workflow_fails_the_run_with_its_message(processes: Processes) -> None:
     def verdict(spec):
         return failing_sample(spec, "WORKFLOW_RAISED", "team.py: ValueError: no digits")
 
-    async with cluster(tmp_path, rollout=StandInRollout(verdict)) as run:
+    async with cluster(processes, rollout=StandInRollout(verdict)) as run:
         await run.submit(run_config())
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FAILED
         assert progress.failure.reason == "WORKFLOW_RAISED"
         assert "no digits" in progress.failure.message
-        stored = await run.store.get_run(RUN)
+        stored = await run.store.get_run(run.run_id)
         assert stored.failure.reason == "WORKFLOW_RAISED"
 
 
-async def test_a_fatal_dispatcher_fails_the_run(tmp_path: Path) -> None:
+async def test_a_fatal_dispatcher_fails_the_run(processes: Processes) -> None:
     rollout = StandInRollout()
     rollout.fatal = common.Failure(reason="WORKFLOW_IMPORT_FAILED", message="no module 'team'")
-    async with cluster(tmp_path, rollout=rollout) as run:
+    async with cluster(processes, rollout=rollout) as run:
         await run.submit(run_config())
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FAILED
@@ -175,8 +187,8 @@ async def test_a_fatal_dispatcher_fails_the_run(tmp_path: Path) -> None:
         ([b'{"number":1}'] * 9, "line 1 lacks column 'digits'"),
     ],
 )
-async def test_a_bad_dataset_fails_the_run(tmp_path: Path, queries, words) -> None:
-    async with cluster(tmp_path) as run:
+async def test_a_bad_dataset_fails_the_run(processes: Processes, queries, words) -> None:
+    async with cluster(processes) as run:
         await run.submit(run_config(), queries=queries)
         progress = await run.follow()
         assert progress.failure.reason == "DATASET_INVALID"
@@ -184,69 +196,71 @@ async def test_a_bad_dataset_fails_the_run(tmp_path: Path, queries, words) -> No
         assert "data.jsonl" in progress.failure.message
 
 
-async def test_stop_now_and_resume(tmp_path: Path) -> None:
+async def test_stop_now_and_resume(processes: Processes) -> None:
     rollout = StandInRollout(pause_s=0.01)
-    async with cluster(tmp_path, rollout=rollout) as run:
+    async with cluster(processes, rollout=rollout) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
-        progress = await run.client.stop_run(RUN)
+        progress = await run.client.stop_run(run.run_id)
         assert progress.status == common.RUN_STATUS_STOPPED
-        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_STOPPED
+        assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_STOPPED
         with pytest.raises(FlexMarlError, match="resume"):
-            await run.client.submit_run(RUN, home_shard=run.home)
-        await run.client.resume_run(RUN, home_shard=run.home)
+            await run.client.submit_run(run.run_id, home_shard=run.home)
+        await run.client.resume_run(run.run_id, home_shard=run.home)
         assert (await run.follow()).status == common.RUN_STATUS_FINISHED
         await check_books(run)
         # A finished run can be asked for again: it is told, not driven.
-        progress = await run.client.resume_run(RUN, home_shard=run.home)
+        progress = await run.client.resume_run(run.run_id, home_shard=run.home)
         assert (progress.status, progress.version) == (common.RUN_STATUS_FINISHED, 3)
 
 
-async def test_stop_after_the_batch(tmp_path: Path) -> None:
-    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.01)) as run:
+async def test_stop_after_the_batch(processes: Processes) -> None:
+    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
         await run.submit(run_config())
-        await run.until(lambda m: m is not None and m.version == 1)
-        await run.client.stop_run(RUN, finish_batch=True)
+        # Not by the store: it has the commit before the orchestrator has begun the next batch.
+        while (await run.client.get_run_status(run.run_id)).version < 1:
+            await asyncio.sleep(0.01)
+        await run.client.stop_run(run.run_id, finish_batch=True)
         progress = await run.follow()
         assert (progress.status, progress.version) == (common.RUN_STATUS_STOPPED, 2)
 
 
-async def test_a_second_orchestrator_takes_over(tmp_path: Path) -> None:
+async def test_a_second_orchestrator_takes_over(processes: Processes) -> None:
     rollout = StandInRollout(pause_s=0.01)
-    async with cluster(tmp_path, rollout=rollout) as run:
+    async with cluster(processes, rollout=rollout) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
-        await run.store.acquire_term(RUN, "orchestrator", holder="another one")
+        await run.store.acquire_term(run.run_id, "orchestrator", holder="another one")
         with pytest.raises(FlexMarlError) as taken:
             await run.follow()
         assert taken.value.reason is ErrorReason.TERM_STALE
         # It stopped acting, and said nothing about the run's state.
-        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_RUNNING
+        assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_RUNNING
 
 
-async def test_refusals(tmp_path: Path) -> None:
-    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.02)) as run:
+async def test_refusals(processes: Processes) -> None:
+    async with cluster(processes, rollout=StandInRollout(pause_s=0.02)) as run:
         with pytest.raises(NotFoundError):
-            await run.client.get_run_status(RUN)
+            await run.client.get_run_status(run.run_id)
         with pytest.raises(NotFoundError, match="no run"):
             await run.client.submit_run("other", home_shard=run.home)
         with pytest.raises(FlexMarlError, match="home_shard"):
             await run.client.submit_run("other", home_shard=common.ShardAddress())
         await run.submit(run_config())
-        progress = await run.client.submit_run(RUN, home_shard=run.home)  # again: answered
+        progress = await run.client.submit_run(run.run_id, home_shard=run.home)  # again: answered
         assert progress.status == common.RUN_STATUS_RUNNING
         with pytest.raises(FlexMarlError, match="several runs"):
             await run.client.submit_run("other", home_shard=run.home)
-        status = await run.client.get_run_status(RUN)
+        status = await run.client.get_run_status(run.run_id)
         assert status.waits
 
 
-async def test_sigterm_leaves_the_run_to_the_next_start(tmp_path: Path) -> None:
-    async with cluster(tmp_path, rollout=StandInRollout(pause_s=0.01)) as run:
+async def test_sigterm_leaves_the_run_to_the_next_start(processes: Processes) -> None:
+    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         assert await asyncio.to_thread(run.orchestrator_process.stop) == 0
-        assert (await run.store.get_run(RUN)).status == common.RUN_STATUS_RUNNING
+        assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_RUNNING
         await run.orchestrator_process.start()
         assert (await follow_again(run)).status == common.RUN_STATUS_FINISHED
         await check_books(run)

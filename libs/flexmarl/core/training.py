@@ -39,8 +39,10 @@ MAX_FAILURES = 8
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 
-FATAL_REASONS = frozenset({"MODEL_INVALID", "UNKNOWN_CONFIG_KEY", "NOT_BUILT", "DISK_FULL"})
-"""Failures of a trainer that another try cannot mend."""
+FATAL_REASONS = frozenset(
+    {"MODEL_INVALID", "UNKNOWN_CONFIG_KEY", "NOT_BUILT", "DISK_FULL", "UNAVAILABLE"}
+)
+"""Failures that another try cannot mend; an absent trainer was waited for by the driver already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ class OrchestratorConfig(ServiceConfig):
     """How long a store that does not answer is waited for; then the run fails, resumable."""
     service_patience_s: float = Field(default=60.0, gt=0)
     """How long a dispatcher or trainer that does not answer is waited for."""
+    confirm_term_s: float = Field(default=5.0, gt=0)
+    """Time between two checks that no other orchestrator has taken a run over."""
     operation_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest operation of a trainer; then its binding is given up and made again."""
     status_interval_ms: int = Field(default=500, ge=50)

@@ -86,6 +86,7 @@ class Driver:
         spans: Where effects are recorded for the timeline.
         patience_s: How long a silent service is waited for.
         status_interval_ms: Time between two states of a service.
+        confirm_term_s: Time between two checks that nobody has taken the run over.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Driver:
         spans: SpanRecorder,
         patience_s: float,
         status_interval_ms: int,
+        confirm_term_s: float,
     ) -> None:
         order = DatasetOrder(
             len(context.dataset),
@@ -111,6 +113,7 @@ class Driver:
         self._spans = spans
         self._patience_s = patience_s
         self._interval_ms = status_interval_ms
+        self._confirm_term_s = confirm_term_s
         self._inbox = Inbox()
         self._accounts = Accounts(context, self.core, trainers)
         self._store = StoreEffects(context, self._accounts.record)
@@ -154,6 +157,7 @@ class Driver:
             TakenOverError: Another orchestrator drives it now.
         """
         self._background.start("store events", watch_store(self._context, self._inbox))
+        self._background.start("term", self._confirm_term())
         try:
             self._begin(self.core.handle((), now=time.monotonic()))
             while self.core.ended is None:
@@ -192,8 +196,7 @@ class Driver:
         try:
             result = await self._execute[type(effect)](effect)
         except TakenOverError as error:
-            self._taken_over = error
-            self._inbox.push(TimerFired("taken over"))
+            self._give_up(error)
         except RolloutLostError as error:
             self._lose_rollout(str(error))
             failure = RunFailure(reason="NOT_FOUND", message=str(error))
@@ -207,6 +210,23 @@ class Driver:
         else:
             self._inbox.push(EffectDone(effect, result))
         self._record(effect, begun_s)
+
+    async def _confirm_term(self) -> None:
+        """Finds out in bounded time that the run was taken over, also while samples only run.
+
+        Waits `confirm_term_s` between two checks; freed by the driver's end.
+        """
+        while True:
+            await asyncio.sleep(self._confirm_term_s)
+            try:
+                await self._context.confirm_term()
+            except TakenOverError as error:
+                self._give_up(error)
+                return
+
+    def _give_up(self, error: TakenOverError) -> None:
+        self._taken_over = error
+        self._inbox.push(TimerFired("taken over"))
 
     def _record(self, effect: Work, begun_s: float) -> None:
         track = "orchestrator"

@@ -171,6 +171,7 @@ class LiveRun:
             spans=self._spans,
             patience_s=patience_s,
             status_interval_ms=self._config.status_interval_ms,
+            confirm_term_s=self._config.confirm_term_s,
         )
         self._driver = driver
         if self._stop is not None:
