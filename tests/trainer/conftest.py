@@ -21,6 +21,12 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def started_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     async with start_cluster(tmp_path_factory.mktemp("cluster")) as started:
         yield started
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(started_cluster: Cluster) -> AsyncIterator[Cluster]:
+    yield started_cluster
+    await started_cluster.close_runs()

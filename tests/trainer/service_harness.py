@@ -77,6 +77,13 @@ class Cluster:
     store: StoreClient
     trainer: TrainerClient
     folder: Path
+    open_runs: list[str] = field(default_factory=list)
+
+    async def close_runs(self) -> None:
+        """Frees the slots, however a test ended."""
+        for run_id in self.open_runs:
+            await self.trainer.close_run(run_id, term=1 << 40)
+        self.open_runs.clear()
 
     async def make_run(self, policies: dict[str, dict[str, Any]], models: dict[str, Path]) -> Run:
         run_id = f"run-{uuid.uuid4().hex[:8]}"
@@ -109,6 +116,7 @@ class Cluster:
                 },
             )
         )
+        self.open_runs.append(run_id)
         run = Run(self, run_id, shards)
         run.term = await self.store.acquire_term(run_id, "orchestrator", holder="test")
         await self.trainer.open_run(run_id, term=run.term, shards=shards)

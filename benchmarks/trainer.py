@@ -1,0 +1,302 @@
+"""The trainer's own time: store and trainer as processes, the quickstart's model, real rows.
+
+The plain loop is the same model, rows and threads in one process: forward, backward, AdamW, with no
+store, no service, no ranks. It is run in turns with the trainer, so both see the same machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from benchmarks.report import Report
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun, VertexRef
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import (
+    Group,
+    Manifest,
+    MicroBatch,
+    ModelRef,
+    PolicyManifest,
+    Run,
+    Sample,
+    StateRecord,
+    Vertex,
+    VertexMeta,
+    VertexPayload,
+)
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import GroupClosure, ReleasedRow
+from flexmarl.client.bundle import folder_hash
+from flexmarl.client.store import StoreClient
+from flexmarl.client.trainer import TrainerClient
+from flexmarl.core.ids import BatchId, GroupId, SampleId, micro_batch_id
+from flexmarl.runtime.run_config import RunConfig
+
+RUN = "bench"
+ROWS = 256
+PROMPT, RESPONSE = 5, 4
+VERSIONS = 12
+MODEL = Path(__file__).parents[1] / "examples/quickstart/model"
+
+
+def run(report: Report) -> None:
+    """Measures operations at 256 rows per micro-batch, and the rate against a plain loop."""
+    measured, plain_s = asyncio.run(_measure())
+    for name, bound in (("bind", "<= 15"), ("gradients", "<= 45"), ("apply", "<= 25")):
+        value = statistics.median(measured[name]) * 1000
+        report.figure(f"trainer.{name}_p50_ms", value, "ms", bound=bound)
+    tokens = ROWS * (PROMPT + RESPONSE)
+    update_s = statistics.median(
+        [sum(parts) for parts in zip(measured["gradients"], measured["apply"], strict=True)]
+    )
+    plain = statistics.median(plain_s)
+    report.figure(
+        "trainer.small_tokens_per_s",
+        tokens / update_s,
+        "1/s",
+        against=f"plain loop in one process, {tokens / plain:,.0f}/s",
+        ratio=plain / update_s,
+    )
+
+
+async def _measure() -> tuple[dict[str, list[float]], list[float]]:
+    step = _plain_loop()
+    measured: dict[str, list[float]] = {"bind": [], "gradients": [], "apply": []}
+    plain: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
+        async with _services(Path(scratch)) as (store, trainer):
+            team = _Team(store, trainer)
+            await team.open()
+            for batch in range(VERSIONS):
+                times = await team.version(batch)
+                plain.append(_timed(step))
+                if batch >= 2:  # the first ones warm up
+                    for name, value in times.items():
+                        measured[name].append(value)
+    return measured, plain[2:]
+
+
+class _Team:
+    """One policy, driven as the orchestrator does."""
+
+    def __init__(self, store: StoreClient, trainer: TrainerClient) -> None:
+        self._store, self._trainer = store, trainer
+        self._term = 0
+        self._state = StateRecord()
+
+    async def open(self) -> None:
+        config = RunConfig.model_validate(
+            {
+                "name": RUN,
+                "versions": VERSIONS,
+                "workflow": {"entry": "team:team", "reward": "team:reward"},
+                "dataset": {"path": "none.jsonl"},
+                "batch": {"groups": 1, "samples_per_group": ROWS},
+                "policies": {
+                    "p": {
+                        "model": {"path": str(MODEL), "init": "random"},
+                        "loss": {"entropy": 0.1},
+                        "optimizer": {"lr": 3e-3},
+                    }
+                },
+                "agents": {"a": {"policy": "p"}},
+            }
+        )
+        shards = [ShardAddress(name="s0", address=self._store.address)]
+        model = ModelRef(path=str(MODEL), content_hash=folder_hash(MODEL))
+        await self._store.create_run(
+            Run(
+                run_id=RUN,
+                config_json=config.model_dump_json().encode(),
+                content_hash="sha256:0",
+                shards=shards,
+                models={"p": model},
+            )
+        )
+        await self._store.acquire_term(RUN, "orchestrator", holder="bench")
+        await self._trainer.open_run(RUN, term=1, shards=shards)
+        await self._bind(None)
+        await self._commit(0)
+
+    async def version(self, batch: int) -> dict[str, float]:
+        """Trains one version; returns seconds by operation."""
+        record = await self._micro_batch(batch)
+        marks = [time.perf_counter()]
+        await self._bind(batch)
+        marks.append(time.perf_counter())
+        await self._trainer.compute_gradients(
+            RUN, record, term=self._term, version=batch, weights_hash=self._state.weights_hash
+        )
+        marks.append(time.perf_counter())
+        applied = await self._trainer.apply_update(
+            RUN, "p", term=self._term, batch=batch, micro_batch_ids=[record.micro_batch_id]
+        )
+        marks.append(time.perf_counter())
+        self._state = applied.state
+        await self._commit(batch + 1)
+        await self._trainer.suspend_policy(RUN, "p", term=self._term)
+        names = ("bind", "gradients", "apply")
+        return dict(zip(names, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    async def _bind(self, version: int | None) -> None:
+        self._term = await self._store.acquire_term(RUN, "policy/p", holder="bench")
+        bound = await self._trainer.bind_policy(
+            RUN, "p", term=self._term, slots=["slot0"], version=version
+        )
+        self._state = bound.state
+
+    async def _commit(self, version: int) -> None:
+        state = self._state
+        entry = PolicyManifest(
+            weights=state.weights,
+            weights_hash=state.weights_hash,
+            master=state.master,
+            moments=state.moments,
+            num_updates=state.num_updates,
+            state_version=state.version,
+        )
+        manifest = Manifest(version=version, term=1, policies={"p": entry})
+        await self._store.commit(RUN, manifest, expected_version=version - 1 if version else None)
+        if not version:
+            await self._trainer.suspend_policy(RUN, "p", term=self._term)
+
+    async def _micro_batch(self, batch: int) -> MicroBatch:
+        rng = random.Random(batch)
+        group = GroupId(BatchId(batch), 0)
+        samples, vertices, released = [], [], []
+        for ordinal in range(ROWS):
+            sample = str(SampleId(group, ordinal))
+            meta = VertexMeta(
+                vertex_id=f"{sample}/0:0", sample_id=sample, group_id=str(group), batch=batch,
+                attempt=1, path="0:0", agent="a", policy="p", policy_version=batch,
+                kind=common_pb2.VERTEX_KIND_AGENT, status=common_pb2.VERTEX_STATUS_DONE,
+                weights_hash=self._state.weights_hash, trainable=True,
+                version_runs=[VersionRun(version=batch, num_tokens=RESPONSE)],
+                num_prompt_tokens=PROMPT, num_response_tokens=RESPONSE,
+            )  # fmt: skip
+            payload = VertexPayload(
+                prompt_tokens=[rng.randrange(6) for _ in range(PROMPT)],
+                response_tokens=[rng.randrange(6) for _ in range(RESPONSE)],
+                logprobs=[-1.8] * RESPONSE,
+                temperature=1.0,
+            )
+            vertices.append(Vertex(meta=meta, payload=payload))
+            samples.append(
+                Sample(
+                    sample_id=sample, group_id=str(group), batch=batch, ordinal=ordinal,
+                    status=common_pb2.SAMPLE_STATUS_DONE, num_vertices=1,
+                )
+            )  # fmt: skip
+            ref = VertexRef(shard="s0", vertex_id=meta.vertex_id, agent="a")
+            released.append(ReleasedRow(row=ref, reward=0.0, advantage=rng.uniform(-1, 1)))
+        opened = Group(
+            group_id=str(group), batch=batch, num_samples=ROWS, query_json=b"{}",
+            status=common_pb2.GROUP_STATUS_OPEN,
+        )  # fmt: skip
+        await self._store.write_graph(
+            RUN, term=1, groups=[opened], samples=samples, vertices=vertices
+        )
+        closure = GroupClosure(
+            group_id=str(group), status=common_pb2.GROUP_STATUS_CLOSED, released=released
+        )
+        await self._store.close_groups(RUN, [closure], term=1)
+        record = MicroBatch(
+            micro_batch_id=micro_batch_id(BatchId(batch), ordinal=0, policy="p"), policy="p",
+            batch=batch, rows=[item.row for item in released], term=1,
+        )  # fmt: skip
+        await self._store.create_micro_batch(RUN, record)
+        return record
+
+
+def _plain_loop() -> Callable[[], None]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 6, (ROWS, PROMPT + RESPONSE))
+    advantage = torch.randn(ROWS, 1)
+
+    def step() -> None:
+        logits = model(input_ids=tokens, use_cache=False).logits[:, PROMPT - 1 : -1]
+        logp = torch.log_softmax(logits, -1)
+        chosen = logp.gather(-1, tokens[:, PROMPT:, None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        loss = -(chosen * advantage + 0.1 * entropy).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+@contextlib.asynccontextmanager
+async def _services(folder: Path) -> AsyncIterator[tuple[StoreClient, TrainerClient]]:
+    shm = Path(f"/dev/shm/flexmarl-bench-{uuid.uuid4().hex[:12]}")
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        store_at = await _start(
+            processes, folder, "meg_store", f"store.data_dir={folder / 'data'}",
+            f"store.shm_dir={shm}", "store.durability=fsync",
+        )  # fmt: skip
+        trainer_at = await _start(processes, folder, "trainer", f"data_dir={folder / 'trainer'}")
+        store, trainer = StoreClient.connect(store_at), TrainerClient.connect(trainer_at)
+        async with store, trainer:
+            yield store, trainer
+    finally:
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+        shutil.rmtree(shm, ignore_errors=True)
+
+
+async def _start(
+    processes: list[subprocess.Popen[bytes]], folder: Path, service: str, *sets: str
+) -> str:
+    address_file = folder / f"{service}.json"
+    arguments = [f"server.address_file={address_file}", "log.level=warning", *sets]
+    with (folder / f"{service}.txt").open("ab") as output:
+        process = await asyncio.to_thread(
+            subprocess.Popen,
+            [
+                sys.executable,
+                "-m",
+                f"flexmarl.{service}",
+                *(part for item in arguments for part in ("--set", item)),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    processes.append(process)
+    async with asyncio.timeout(240):
+        while not address_file.exists():
+            if process.poll() is not None:
+                raise RuntimeError((folder / f"{service}.txt").read_text())
+            await asyncio.sleep(0.02)
+    return str(json.loads(address_file.read_text())["address"])
