@@ -263,6 +263,7 @@ class TestSegments:
                 freed = await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=0)
                 assert freed == 1
             assert shard.files.pool_bytes == 0
+        assert [path.name for path in shm.iterdir()] == [os.path.basename(unsealed.path)]
 
     async def test_memory_tier_lost_with_the_host_is_told_and_survived(self, tmp_path):
         async with serving(tmp_path) as (store, shard):

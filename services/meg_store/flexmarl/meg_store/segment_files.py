@@ -104,6 +104,11 @@ class SegmentFiles:
         self._pool.append(file)
         self.pool_bytes += file.size_bytes
 
+    def drop_pool(self) -> None:
+        """Remove the files that only wait to be reused: the next process life would not."""
+        while self._pool:
+            self._drop_oldest()
+
     def _take(self, key: str, size_bytes: int) -> SegmentFile | None:
         fits = [
             file

@@ -89,8 +89,9 @@ class Shard:
         self._start("store sweeper", self._sweep())
 
     async def close(self) -> None:
-        """Write what is queued and release the database."""
+        """Write what is queued, release the database and the pages that nothing names."""
         await self.database.close()
+        self.files.drop_pool()
 
     async def wait_checksum(self, key: str) -> None:
         """Wait for a checksum that is being computed; freed by its task, bounded by the caller."""
