@@ -42,7 +42,7 @@ class RecordStage(Enum):
 
 @dataclass(slots=True)
 class Record:
-    """A micro-batch of the open batch."""
+    """A micro-batch of the open batch; `num_tokens` are those that its passes go over."""
 
     micro_batch_id: str
     rows: tuple[Row, ...]
@@ -50,11 +50,10 @@ class Record:
     marked: bool = False
     marking: bool = False
     voided: bool = False
+    num_tokens: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that its passes go over."""
-        return sum(row.num_tokens for row in self.rows)
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(row.num_tokens for row in self.rows)
 
 
 class OperationKind(Enum):

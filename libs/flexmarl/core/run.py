@@ -129,6 +129,8 @@ class RunCore:
         self._subgraphs_asked = False
         self._end: BatchEnd | None = None
         self._in_flight: dict[int, Work] = {}
+        # Samples are most of the news, and change nothing for the trainers by themselves.
+        self._training_changed = True
         self._begin_batch()
         restore_batch(stored, self.batch, self.training)
 
@@ -172,6 +174,7 @@ class RunCore:
         for event in events:
             if self.ended is None:
                 effects.extend(self._take(event, now))
+                self._training_changed |= not isinstance(event, SampleChanged)
         if self.ended is None:
             effects.extend(self._advance(now))
         for effect in effects:
@@ -287,7 +290,9 @@ class RunCore:
         else:
             yield from self._activate()
             yield from self._batch_due()
-        yield from self._new_timers(self.training.due(version=self.version, now=now))
+        if self._training_changed:
+            self._training_changed = False
+            yield from self._new_timers(self.training.due(version=self.version, now=now))
         if self._end is not None and self.version is not None and self.batch is not None:
             cursor = self._order.advance(self.cursor, self.batch.num_admitted)
             yield from self._end.due(version=self.version, cursor=cursor)

@@ -180,7 +180,6 @@ class Driver:
             elif isinstance(effect, EndRun):
                 _log.info("run_ends", status=effect.status.value, reason=effect.reason)
             else:
-                _log.debug("effect", kind=type(effect).__name__, reason=effect.reason)
                 self._background.start(effect.waits, self._perform(effect))
 
     def _set_timer(self, effect: SetTimer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -36,6 +38,11 @@ from flexmarl.orchestrator.convert import (
 )
 from flexmarl.runtime.aio import Coalescer
 
+READ_BATCH_FROM: Final = 5
+"""Groups that are read together from this number on are read by listing their batch."""
+
+READ_PAGE: Final = 5000
+
 RecordOf = Callable[[Commit, pb.CountVerticesResponse], graph_pb2.BatchRecord]
 """Makes the account of the batch that a commit ends."""
 
@@ -59,6 +66,9 @@ class StoreEffects:
         self._closures: Coalescer[pb.GroupClosure, None] = Coalescer(
             self._close_all, name="group closures", max_batch_items=64, max_in_flight=2
         )
+        self._reads: Coalescer[ReadRows, RowsRead] = Coalescer(
+            self._read_all, name="group reads", max_batch_items=1024, max_in_flight=2
+        )
 
     async def admit_groups(self, effect: AdmitGroups) -> None:
         """Write the groups."""
@@ -69,9 +79,8 @@ class StoreEffects:
         await context.store.write_graph(context.run_id, term=context.term, groups=groups)
 
     async def read_rows(self, effect: ReadRows) -> RowsRead:
-        """Read the finished vertices of a group."""
-        chosen = pb.VertexFilter(batch=effect.batch, group_id=effect.group_id, status=DONE)
-        return RowsRead(tuple([row async for row in self._rows(chosen)]))
+        """Read the finished vertices of a group, together with other groups that end now."""
+        return await self._reads.submit(effect)
 
     async def close_group(self, effect: CloseGroup) -> None:
         """Close the group, together with others that end now."""
@@ -104,7 +113,7 @@ class StoreEffects:
         await context.store.mark_rows(
             context.run_id,
             effect.micro_batch_id,
-            [row_ref(row) for row in effect.rows],
+            context.micro_batches[effect.micro_batch_id].rows,
             term=context.term,
         )
 
@@ -179,13 +188,26 @@ class StoreEffects:
         await context.store.close_groups(context.run_id, closures, term=context.term)
         return [None] * len(closures)
 
-    async def _rows(self, chosen: pb.VertexFilter) -> AsyncIterator[Row]:
+    async def _read_all(self, effects: list[ReadRows]) -> list[RowsRead]:
+        wanted: dict[str, list[Row]] = {effect.group_id: [] for effect in effects}
+        batch = effects[0].batch
+        if len(effects) >= READ_BATCH_FROM:
+            # One listing of the batch is cheaper than many calls.
+            await self._read(pb.VertexFilter(batch=batch, status=DONE), wanted)
+        else:
+            filters = (pb.VertexFilter(batch=batch, group_id=g, status=DONE) for g in wanted)
+            await asyncio.gather(*(self._read(chosen, wanted) for chosen in filters))
+        return [RowsRead(tuple(wanted[effect.group_id])) for effect in effects]
+
+    async def _read(self, chosen: pb.VertexFilter, into: dict[str, list[Row]]) -> None:
         context = self._context
         shard = context.home.name
-        async for vertex in context.store.list_vertices(context.run_id, chosen):
+        pages = context.store.list_vertices(context.run_id, chosen, page_size=READ_PAGE)
+        async for vertex in pages:
             meta = vertex.meta
-            if meta.kind == common_pb2.VERTEX_KIND_AGENT:
-                yield row_of(meta, shard=shard)
+            rows = into.get(meta.group_id)
+            if rows is not None and meta.kind == common_pb2.VERTEX_KIND_AGENT:
+                rows.append(row_of(meta, shard=shard))
 
     def _group(self, batch: int, spec: GroupSpec, now_ns: int) -> graph_pb2.Group:
         context = self._context
