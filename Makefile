@@ -19,6 +19,7 @@ SEED ?= 0
 # gsm8k
 GSM8K_DATA ?= ../shared/data/gsm8k/train.jsonl
 GSM8K_MODEL ?= models/cache/smollm2-135m-instruct
+THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 # bench
 NAME ?= all
 
@@ -45,9 +46,10 @@ demo: $(STAMP) ## Train the quickstart's team [VERSIONS=60 SEED=0]
 $(GSM8K_MODEL)/config.json: | $(STAMP)
 	@$(BIN)/python examples/gsm8k/prepare_model.py --out $(GSM8K_MODEL)
 
-gsm8k: $(STAMP) $(GSM8K_MODEL)/config.json ## Three steps of a real team on GSM8K [GSM8K_DATA=... GSM8K_MODEL=...]
+gsm8k: $(STAMP) $(GSM8K_MODEL)/config.json ## Three steps of a real team on GSM8K [GSM8K_DATA=... GSM8K_MODEL=... THREADS=...]
 	@[ -f "$(GSM8K_DATA)" ] || { echo "$(GSM8K_DATA): no such file; pass GSM8K_DATA=/path/to/train.jsonl" >&2; exit 1; }
 	@$(BIN)/python scripts/peak_memory.py $(BIN)/flexmarl train examples/gsm8k/config.toml \
+	  --service-set engine_host.engine_threads=$(THREADS) --service-set trainer.threads_per_rank=$(THREADS) \
 	  --set dataset.path='"$(abspath $(GSM8K_DATA))"' \
 	  $(foreach policy,solver verifier refiner,--set policies.$(policy).model.path='"$(abspath $(GSM8K_MODEL))"')
 

@@ -37,6 +37,8 @@ def test_one_step_on_real_models(tmp_path: Path) -> None:
         f"--out={tmp_path / 'runs'}",
         f"--data-dir={tmp_path / 'cluster'}",
         "--run-id=gsm8k",
+        "--service-set=engine_host.engine_threads=2",
+        "--service-set=trainer.threads_per_rank=2",
         "--set=versions=1",
         f'--set=dataset.path="{dataset()}"',
         *(f'--set=policies.{name}.model.path="{model}"' for name in POLICIES),
