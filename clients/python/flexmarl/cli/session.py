@@ -42,6 +42,11 @@ ResultT = TypeVar("ResultT")
 
 _STOP_TIMEOUT_S: Final = 10.0
 
+_DURABILITY: Final = {
+    "process": "durability process: what is stored survives every process, not the host",
+    "fsync": "durability fsync: what is stored survives power loss",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -118,7 +123,7 @@ async def _cluster(
     cluster = LocalCluster(job.cluster_folder, job.settings, tell=view.say)
     guard.on_second(cluster.kill)
     try:
-        view.say("starting the cluster ...")
+        view.say(f"starting the cluster, {_DURABILITY[job.settings.durability]} ...")
         await guard.run(cluster.start())
         yield Addresses(cluster.address(STORE), cluster.address(ORCHESTRATOR)), cluster.failed()
     finally:

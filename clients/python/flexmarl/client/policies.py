@@ -7,7 +7,9 @@ from pathlib import Path
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.client.bundle import materialise
+from flexmarl.client.errors import NotFoundError
 from flexmarl.client.export import TensorBytes, write_hf_folder
+from flexmarl.client.segments import SegmentReader
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason
 
@@ -50,7 +52,7 @@ async def export_policy(
         "version": str(manifest.version),
         "weights_hash": entry.weights_hash,
     }
-    async with await store.open_segment(run_id, entry.weights.key, holder="export") as segment:
+    async with await _open(store, run_id, policy, manifest.version, entry.weights.key) as segment:
         tensors = [
             TensorBytes(buffer.name, buffer.spec.dtype, buffer.spec.shape, buffer.data)
             for buffer in segment.buffers.values()
@@ -59,6 +61,20 @@ async def export_policy(
             write_hf_folder, tensors, base_model=base, out=out, metadata=metadata, replace=replace
         )
     return manifest.version
+
+
+async def _open(
+    store: StoreClient, run_id: str, policy: str, version: int, key: str
+) -> SegmentReader:
+    try:
+        return await store.open_segment(run_id, key, holder="export")
+    except NotFoundError:
+        raise DomainError(
+            ErrorReason.NOT_FOUND,
+            f"the weights of {policy} at version {version} are not kept any more; "
+            "the store keeps those of the newest versions (store.retain_versions)",
+            {"run": run_id, "policy": policy, "version": str(version)},
+        ) from None
 
 
 def _entry(
