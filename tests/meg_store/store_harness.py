@@ -70,7 +70,7 @@ async def serving(
         await server.stop()
         await background.close()
         await shard.close()
-        shutil.rmtree(memory_dir)
+        shutil.rmtree(memory_dir, ignore_errors=True)
     assert not failures
 
 

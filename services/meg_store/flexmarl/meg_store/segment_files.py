@@ -12,6 +12,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,10 +105,12 @@ class SegmentFiles:
         self._pool.append(file)
         self.pool_bytes += file.size_bytes
 
-    def drop_pool(self) -> None:
-        """Remove the files that only wait to be reused: the next process life would not."""
+    def close(self) -> None:
+        """Remove the files that only wait to be reused, and the memory folder if it is empty."""
         while self._pool:
             self._drop_oldest()
+        with suppress(OSError):
+            self._dirs[MEMORY].rmdir()
 
     def _take(self, key: str, size_bytes: int) -> SegmentFile | None:
         fits = [

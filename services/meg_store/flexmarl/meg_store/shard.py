@@ -91,7 +91,7 @@ class Shard:
     async def close(self) -> None:
         """Write what is queued, release the database and the pages that nothing names."""
         await self.database.close()
-        self.files.drop_pool()
+        self.files.close()
 
     async def wait_checksum(self, key: str) -> None:
         """Wait for a checksum that is being computed; freed by its task, bounded by the caller."""
