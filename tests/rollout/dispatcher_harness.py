@@ -310,7 +310,7 @@ class Cluster:
         return [ShardAddress(name="s0", address=self.store_service.address)]
 
     async def create_run(self, dataset: Path) -> None:
-        dataset.write_text("{}\n")
+        dataset.write_text("{}\n")  # noqa: ASYNC240, RUF100
         source = RunSource(
             run_id=self.run_id, config_json=self.config.model_dump_json().encode(),
             portable_config_json=b"{}", package=self.config.workflow.package, exclude=(),

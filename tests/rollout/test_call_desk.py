@@ -119,7 +119,7 @@ async def test_a_live_trace_replays_identically_through_a_fresh_core(tmp_path):
             world.desk.cut(asked.pop(), keep_row=True)
         await asyncio.sleep(0.0005)
     async with asyncio.timeout(20):
-        while len(world.listener.answers) < len(asked):
+        while len(world.listener.answers) < len(asked):  # noqa: ASYNC110, RUF100
             await asyncio.sleep(0.005)
     server.cancel()
     world.desk.close()

@@ -52,6 +52,10 @@ class Rollout:
         async with self._opening:
             if self._run is not None and self._run.run_id != run_id:
                 await self._close_if_over(self._run, run_id)
+            elif self._run is not None and self._run.fatal is not None and term > self._run.term:
+                # Resumed after what ended it was mended: from the start, nothing is carried over.
+                run, self._run = self._run, None
+                await run.close()
             if self._run is None:
                 _log.info("run_opens", run=run_id, term=term)
                 self._run = await self._opener(run_id, shards, term)

@@ -108,6 +108,7 @@ class WorkerPool:
         self._slots = [WorkerSlot(ordinal) for ordinal in range(num_workers)]
         self._waiting: deque[tuple[WorkerSample, bool]] = deque()
         self._closed = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
 
     @property
     def num_ready(self) -> int:
@@ -122,7 +123,8 @@ class WorkerPool:
     def start(self, background: Background, run_id: str) -> None:
         """Starts all workers."""
         for slot in self._slots:
-            background.start(f"worker {run_id}/{slot.ordinal}", self._keep(slot, run_id))
+            name = f"worker {run_id}/{slot.ordinal}"
+            self._keepers.append(background.start(name, self._keep(slot, run_id)))
 
     def submit(self, sample: WorkerSample, *, crashes: int) -> None:
         """Runs a sample in the worker with the fewest, when there is room."""
@@ -157,6 +159,8 @@ class WorkerPool:
             slot.outgoing.close()
         running = [slot.child for slot in self._slots if slot.child is not None]
         await asyncio.gather(*(child.stop(grace_s=1.0) for child in running))
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=10.0)
 
     def _fill(self) -> None:
         waiting = self._waiting
@@ -192,6 +196,9 @@ class WorkerPool:
                     {"report": str(report), "log": self._log.model_dump(mode="json")},
                     name=name,
                 )
+                if self._closed.is_set():  # the pool was closed while the process started
+                    await slot.child.stop(grace_s=0.5)
+                    return
                 await self._converse(slot, slot.child)
             except DomainError as error:
                 _log.warning("worker_start_failed", worker=name, error=str(error))
