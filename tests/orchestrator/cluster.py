@@ -146,7 +146,7 @@ class Cluster:
 
     async def until(self, condition: Any) -> None:
         """Wait until a condition over the store's newest manifest holds."""
-        while not condition(await self.store.get_manifest(self.run_id)):
+        while not condition(await self.store.get_manifest(self.run_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     async def manifests(self) -> list[graph.Manifest]:

@@ -28,6 +28,7 @@ SPECS = [BufferSpec("count", "F64", (1,))]
 class Bound:
     """What a process group holds in memory."""
 
+    run_id: str
     policy: str
     term: int
     slots: tuple[str, ...]
@@ -174,7 +175,7 @@ class StandInTrainer(TrainerServiceServicer):
         state = await self._store.get_state(request.run_id, request.policy)
         if state is None:
             state = await self._write_set(request.run_id, request.policy, 0, 0.0, request.term, {})
-        bound = Bound(request.policy, request.term, tuple(request.slots), state)
+        bound = Bound(request.run_id, request.policy, request.term, tuple(request.slots), state)
         if not state.applied or state.version <= request.version:
             bound.ledger = [] if state.applied else list(state.ledger)
             bound.counts.CopyFrom(state.counts)
@@ -283,6 +284,7 @@ class StandInTrainer(TrainerServiceServicer):
         slots = [
             pb.SlotStatus(
                 slot=slot,
+                run_id=held[slot].run_id if slot in held else "",
                 policy=held[slot].policy if slot in held else "",
                 busy_s=self._busy_s / len(self.slots),
             )

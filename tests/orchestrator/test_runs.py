@@ -218,7 +218,7 @@ async def test_stop_after_the_batch(processes: Processes) -> None:
     async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
         await run.submit(run_config())
         # Not by the store: it has the commit before the orchestrator has begun the next batch.
-        while (await run.client.get_run_status(run.run_id)).version < 1:
+        while (await run.client.get_run_status(run.run_id)).version < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await run.client.stop_run(run.run_id, finish_batch=True)
         progress = await run.follow()

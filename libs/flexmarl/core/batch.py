@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import assert_never
 
 from flexmarl.core.advantages import (
     AdvantageRule,
@@ -351,6 +352,8 @@ class BatchGroups:
                 yield ReadRows(
                     batch=self.batch.batch, group_id=group.spec.group_id, reason=decision.reason
                 )
+            case _:
+                assert_never(decision)
 
     def _failure_of(self, group: GroupState, reason: str) -> RunFailure:
         failures = (fact.failure for fact in group.samples.values() if fact.failure is not None)

@@ -16,7 +16,7 @@ class OrchestratorConfig(ServiceConfig):
     """Folder of the list of runs that this process drives; all else is in the MEG Store."""
     rollout: str = "127.0.0.1:7002"
     """Address of the Rollout dispatcher."""
-    trainers: tuple[str, ...] = ("127.0.0.1:7003",)
+    trainers: tuple[str, ...] = ("127.0.0.1:7004",)
     """Addresses of the Trainers."""
     store_patience_s: float = Field(default=60.0, gt=0)
     """How long a store that does not answer is waited for; then the run fails, resumable."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
 from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import TrainerServiceStub
 from flexmarl.client.channel import Channel
 from flexmarl.client.errors import DeadlineError, UnavailableError, make_error
 from flexmarl.client.request import new_request_id
-from flexmarl.core.errors import ErrorReason, find_reason
+from flexmarl.core.errors import DomainError, ErrorReason, find_reason
 from flexmarl.core.fencing import policy_scope
 from flexmarl.core.run_effects import (
     Apply,
@@ -27,12 +27,33 @@ from flexmarl.core.run_events import Computed, StateSaved, TrainerOpened
 from flexmarl.orchestrator.calls import back_off, patiently
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import failure_of, state_fact
+from flexmarl.runtime.logging import get_logger
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
 
 WITHOUT_DEADLINE: Final = ("/flexmarl.api.trainer.v1alpha1.TrainerService/WatchStatus",)
 """Streams that live as long as the run."""
 
 OPEN_TIMEOUT_S: Final = 120.0
+"""OpenRun may unpack models."""
+
 CALL_TIMEOUT_S: Final = 20.0
+GIVE_UP_TIMEOUT_S: Final = 30.0
+"""How long a failed binding's slots are waited for."""
+
+_BINDING_IS_GONE: Final = frozenset(
+    {
+        ErrorReason.CHILD_DIED,
+        ErrorReason.NOT_FOUND,
+        ErrorReason.RUN_NOT_FOUND,
+        ErrorReason.TERM_STALE,
+        ErrorReason.STATE_TRANSITION_REFUSED,
+        ErrorReason.UNAVAILABLE,
+    }
+)
+
 WAIT_S: Final = 10.0
 """Longest single WaitOperation; the operation goes on."""
 
@@ -64,24 +85,33 @@ class TrainerEffects:
         self.incarnation = ""
 
     async def open(self, effect: OpenTrainer) -> TrainerOpened:
-        """Open the run there."""
-        context = self._context
-        request = pb.OpenRunRequest(
-            request_id=new_request_id(),
-            run_id=context.run_id,
-            term=context.term,
-            shards=context.shards,
-        )
-        response = await patiently(
-            lambda: self._stub.OpenRun(request, timeout=OPEN_TIMEOUT_S),
-            patience_s=self._patience_s,
-            what=effect.waits,
-        )
+        """Open the run there, with all slots free.
+
+        What an orchestrator before this one has bound is let go of unsaved: the ledgers say what
+        has to be computed again.
+        """
+        response = await self._open(effect)
+        status = await self._patiently(self.status, effect)
+        if any(slot.run_id == self._context.run_id for slot in status.slots):
+            await self._patiently(self.close, effect)
+            response = await self._open(effect)
         self.incarnation = response.incarnation
         return TrainerOpened(tuple(response.slots))
 
     async def perform(self, effect: TrainerWork) -> Computed | StateSaved:
-        """Run one operation on a binding to its end."""
+        """Run one operation on a binding to its end.
+
+        Raises:
+            DomainError: It failed; the binding has been given up then.
+        """
+        try:
+            return await self._perform(effect)
+        except DomainError as error:
+            if error.reason not in _BINDING_IS_GONE and not isinstance(effect, Bind):
+                await self._give_up(effect)
+            raise
+
+    async def _perform(self, effect: TrainerWork) -> Computed | StateSaved:
         match effect:
             case Bind():
                 return await self._bind(effect)
@@ -119,6 +149,31 @@ class TrainerEffects:
     def watch(self, *, interval_ms: int) -> Any:  # noqa: ANN401 - a stream call
         """Open the stream of states."""
         return self._stub.WatchStatus(pb.WatchStatusRequest(interval_ms=interval_ms))
+
+    async def _open(self, effect: OpenTrainer) -> pb.OpenRunResponse:
+        context = self._context
+        request = pb.OpenRunRequest(
+            request_id=new_request_id(),
+            run_id=context.run_id,
+            term=context.term,
+            shards=context.shards,
+        )
+        response: pb.OpenRunResponse = await self._patiently(
+            lambda: self._stub.OpenRun(request, timeout=OPEN_TIMEOUT_S), effect
+        )
+        return response
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]], effect: OpenTrainer) -> T:
+        return await patiently(call, patience_s=self._patience_s, what=effect.waits)
+
+    async def _give_up(self, effect: TrainerWork) -> None:
+        """Have the trainer free the slots of a binding that is not trusted any more."""
+        request = pb.SuspendPolicyRequest(**self._about(effect))
+        try:
+            async with asyncio.timeout(GIVE_UP_TIMEOUT_S):
+                await self._operate(effect, self._stub.SuspendPolicy, request)
+        except (DomainError, TimeoutError) as error:
+            _log.info("binding_not_given_up", policy=effect.policy, why=str(error))
 
     async def _bind(self, effect: Bind) -> StateSaved:
         context = self._context
