@@ -227,7 +227,9 @@ def _plain_loop() -> Callable[[], None]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.from_pretrained(MODEL)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(0, 6, (ROWS, PROMPT + RESPONSE))
     advantage = torch.randn(ROWS, 1)
@@ -239,7 +241,7 @@ def _plain_loop() -> Callable[[], None]:
         entropy = -(logp.exp() * logp).sum(-1)
         loss = -(chosen * advantage + 0.1 * entropy).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 

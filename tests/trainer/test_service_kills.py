@@ -72,6 +72,7 @@ async def test_a_killed_rank_costs_what_was_not_saved_and_no_more(
     results = [await run.compute(record) for record in records]
     assert [result.counts.num_rows for result in results] == [0, 4, 4]
     applied = (await run.apply("p", 0, [record.micro_batch_id for record in records])).state
+    await run.suspend("p")
     assert applied.counts.num_rows == 12
     assert applied.weights_hash == await expected_hash(cluster, tiny_model, [1, 2, 3])
 

@@ -42,7 +42,7 @@ async def serve(config: TrainerConfig) -> None:
     )
     await server.start()
     spans = SpanRecorder(service="trainer")
-    threads = str(config.threads_per_rank)
+    threads = str(config.compute_threads)
     try:
         async with (
             Children(

@@ -358,20 +358,19 @@ class Binding:
             asyncio.ensure_future(worker.call(command, timeout_s=self._parts.command_timeout_s))
             for worker, command in zip(self._workers, each, strict=True)
         ]
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             # A refusal is the same on all ranks; give them the time to say so.
             _, pending = await asyncio.wait(pending, timeout=_REFUSAL_GRACE_S)
         if pending:
             for worker in self._workers:
                 worker.kill()
-        errors = [
-            error
-            for error in await asyncio.gather(*tasks, return_exceptions=True)
-            if isinstance(error, BaseException)
-        ]
-        if errors:
-            raise errors[0]
+        await asyncio.wait(tasks)
+        # What failed first is the cause; the others may have failed for want of it.
+        for task in (*done, *tasks):
+            error = task.exception()
+            if error is not None:
+                raise error
         return [task.result() for task in tasks]
 
     @asynccontextmanager

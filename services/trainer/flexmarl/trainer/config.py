@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,8 +25,8 @@ class TrainerConfig(ServiceConfig):
     """Network interface of process groups and of their rendezvous."""
     rendezvous_host: str = "127.0.0.1"
     """Address of that interface that workers meet at."""
-    threads_per_rank: Annotated[int, Field(ge=1)] = 1
-    """Compute threads of each worker."""
+    threads_per_rank: Annotated[int, Field(ge=0)] = 0
+    """Compute threads of each worker; 0 means the node's cores divided by the slots."""
     max_resident_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes of weights and moments that a worker keeps for bindings to come."""
     warm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -40,6 +41,11 @@ class TrainerConfig(ServiceConfig):
     """Most operations of one policy that wait; further ones are refused with QUEUE_FULL."""
     max_operations: Annotated[int, Field(ge=16)] = 1024
     """Most operations remembered; the oldest ended ones are forgotten first."""
+
+    @property
+    def compute_threads(self) -> int:
+        """Compute threads of each worker."""
+        return self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(self.slots))
 
     @field_validator("slots")
     @classmethod

@@ -128,7 +128,7 @@ class WorkerPool:
             "position": position,
             "device": "cpu" if config.device == "cpu" else f"cuda:{position}",
             "interface": config.interface,
-            "threads": config.threads_per_rank,
+            "threads": config.compute_threads,
             "timeout_s": config.collective_timeout_s,
             "max_resident_bytes": config.max_resident_bytes,
         }
