@@ -15,6 +15,7 @@ from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2_grpc as pb_grpc
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.follow import follow_run
 from flexmarl.cli.interrupt import Interrupted, InterruptGuard
+from flexmarl.cli.session import failed_line
 from flexmarl.client.orchestrator import OrchestratorClient
 
 HOME = common_pb2.ShardAddress(name="s0", address="127.0.0.1:1")
@@ -93,6 +94,19 @@ async def test_an_orchestrator_that_forgot_the_run_is_told_to_resume_it():
 async def test_other_ends_are_ends(status: int):
     progress, _ = await follow(ScriptedOrchestrator([ended(status)]))
     assert progress.status == status
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [("WORKFLOW_RAISED", "train again"), ("CHILD_DIED", "flexmarl resume quickstart-1")],
+)
+def test_a_failed_run_says_what_helps(reason: str, remedy: str):
+    progress = message().progress
+    progress.failure.reason = reason
+    progress.failure.message = "flow.py:3 raised"
+    line = failed_line(progress)
+    assert "failed at version 2: flow.py:3 raised" in line
+    assert remedy in line
 
 
 async def test_silence_ends_with_what_to_do():

@@ -34,6 +34,7 @@ from flexmarl.cli.progress.report import numbers_of
 from flexmarl.cli.progress.view import View, make_view
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.client.policies import export_policy
+from flexmarl.core.errors import ErrorFamily, find_reason
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
 from flexmarl.runtime.run_config import RunConfig
@@ -41,6 +42,8 @@ from flexmarl.runtime.run_config import RunConfig
 ResultT = TypeVar("ResultT")
 
 _STOP_TIMEOUT_S: Final = 10.0
+
+_IN_THE_RUN: Final = frozenset({ErrorFamily.INVALID, ErrorFamily.USER_CODE})
 
 _DURABILITY: Final = {
     "process": "durability process: what is stored survives every process, not the host",
@@ -182,12 +185,7 @@ async def _first(work: Awaitable[ResultT], failed: Awaitable[None]) -> ResultT:
 
 def _verdict(job: Job, progress: orchestrator_pb2.RunProgress, outputs: RunOutputs) -> int:
     if progress.status == common_pb2.RUN_STATUS_FAILED:
-        failure = progress.failure
-        raise CliError(
-            f"run {job.run_id} failed at version {progress.version}: {failure.message} "
-            f"({failure.reason}); mend it, then: flexmarl resume {job.run_id}",
-            exit_code=EXIT_FAILED,
-        )
+        raise CliError(failed_line(progress), exit_code=EXIT_FAILED)
     for line in summary(outputs.history):
         print_line(line)
     for line in _paths(outputs):
@@ -196,6 +194,20 @@ def _verdict(job: Job, progress: orchestrator_pb2.RunProgress, outputs: RunOutpu
         print_line(f"stopped at version {progress.version}: flexmarl resume {job.run_id}")
         return EXIT_FAILED
     return 0
+
+
+def failed_line(progress: orchestrator_pb2.RunProgress) -> str:
+    """Why a run failed, and what to do about it."""
+    failure = progress.failure
+    reason = find_reason(failure.reason)
+    if reason is not None and reason.family in _IN_THE_RUN:
+        remedy = "mend it and train again: a stored run keeps its code and configuration"
+    else:
+        remedy = f"go on with: flexmarl resume {progress.run_id}"
+    return (
+        f"run {progress.run_id} failed at version {progress.version}: {failure.message} "
+        f"({failure.reason}); {remedy}"
+    )
 
 
 def _paths(outputs: RunOutputs) -> list[str]:
