@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.quickstart import team as quicksort
 from flexmarl.runtime.run_config import PolicyConfig, RunConfig
@@ -50,7 +50,7 @@ class Learner:
     @classmethod
     def create(cls, config: PolicyConfig) -> Learner:
         """A policy with random weights."""
-        model = LlamaForCausalLM(AutoConfig.from_pretrained(config.model.path))
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(config.model.path))
         options = config.optimizer
         optimizer = torch.optim.AdamW(
             model.parameters(),
