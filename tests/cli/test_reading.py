@@ -215,11 +215,14 @@ def test_what_is_not_there_is_named(flexmarl, tmp_path, monkeypatch, args, why):
 
 
 def test_stored_runs_are_read_without_a_cluster(tmp_path, monkeypatch, capsys):
-    (tmp_path / ".flexmarl" / "services" / "meg_store").mkdir(parents=True)
+    folder = ClusterFolder(tmp_path / ".flexmarl")
+    folder.service(STORE).mkdir(parents=True)
+    settings = ClusterSettings(overrides=(f"meg_store.store.shm_dir={tmp_path / 'shm'}",))
+    folder.settings_file.write_text(json.dumps(settings.to_json()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flexmarl", "runs"])
     with pytest.raises(SystemExit) as ended:
         cli_main.main()
     assert not ended.value.code
     assert capsys.readouterr().out == "no runs are stored here\n"
-    assert not (tmp_path / ".flexmarl" / "cluster.json").exists()
+    assert not folder.cluster_file.exists()
