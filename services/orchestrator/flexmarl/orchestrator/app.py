@@ -28,7 +28,7 @@ async def serve(config: OrchestratorConfig) -> None:
     config.data_dir.mkdir(parents=True, exist_ok=True)
     spans = SpanRecorder(service="orchestrator")
     rollout = connect(config.rollout, deadlines_s=dict.fromkeys(ROLLOUT_STREAMS))
-    streams = dict.fromkeys(TRAINER_STREAMS)
+    streams: dict[str, float | None] = dict.fromkeys(TRAINER_STREAMS)
     trainers = [connect(address, deadlines_s=streams) for address in config.trainers]
     background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
     runs = Runs(config, background, rollout=rollout, trainers=trainers, spans=spans)
