@@ -93,6 +93,16 @@ def test_who_leaves_already_is_waited_for() -> None:
     assert result.actions == ()
 
 
+def test_an_update_that_ends_soon_spares_the_others() -> None:
+    result = decide(
+        want("c", 100),
+        held("a", 1, "slot0", finishing=True),
+        held("b", 10, "slot1"),
+        trainers=TWO,
+    )
+    assert result.actions == ()
+
+
 def test_two_that_wait_need_two_that_leave() -> None:
     result = decide(
         want("c", 5),

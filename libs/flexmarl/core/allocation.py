@@ -32,6 +32,8 @@ class Demand:
         since: When it was bound.
         busy: Whether an operation runs on it.
         leaving: Whether it is giving its slots back already.
+        finishing: Whether its update is all that is left: its slots come free by themselves, and
+            nobody else has to leave in the middle of his work.
         last_trainer: Trainer that held it last; its state may still be warm there.
     """
 
@@ -44,6 +46,7 @@ class Demand:
     since: float = 0.0
     busy: bool = False
     leaving: bool = False
+    finishing: bool = False
     last_trainer: str | None = None
 
 
@@ -126,9 +129,9 @@ class _Room:
         held = {slot for d in here for slot in d.slots}
         self.trainer = trainer
         self.free = [slot for slot in slots if slot not in held]
-        self.coming = sum(len(d.slots) for d in here if d.leaving)
+        self.coming = sum(len(d.slots) for d in here if d.leaving or d.finishing)
         self.holders = sorted(
-            (d for d in here if not d.leaving and not d.busy),
+            (d for d in here if not d.leaving and not d.finishing and not d.busy),
             key=lambda d: (d.work, d.expects, d.since, d.policy),
         )
 

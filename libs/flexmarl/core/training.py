@@ -260,9 +260,9 @@ class Training:
             trainer=None if binding is None else binding.trainer,
             slots=() if binding is None else binding.slots,
             since=0.0 if binding is None else binding.since,
-            # An update is short and the end of the policy's work: it is not put off.
-            busy=operation is not None or policy.apply_due,
+            busy=operation is not None,
             leaving=operation is OperationKind.SUSPEND,
+            finishing=policy.apply_due,
             last_trainer=policy.last_trainer,
         )
 
