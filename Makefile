@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 
 # One thread per process: several share the machine's cores.
 export OMP_NUM_THREADS ?= 1
+# Threads that wait give their core away instead of spinning on it.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # demo
 VERSIONS ?= 60
