@@ -8,25 +8,38 @@ import numpy as np
 import pytest
 import torch
 from trainer import reference
-from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, read, saved
+from trainer.harness import (
+    Policy,
+    Ranks,
+    flat,
+    make_rows,
+    policy_config,
+    read,
+    saved,
+    write_model,
+)
+
+from flexmarl.trainer.rank.model import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-SPLITS = {
-    "one": [40],
-    "four": [10, 10, 10, 10],
-    "uneven": [1, 17, 3, 19],
+SPLITS = {  # rows per micro-batch, and whether the last one comes first
+    "one": ([24], False),
+    "equal": ([8, 8, 8], True),
+    "uneven": ([1, 13, 3, 7], False),
 }
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
 @pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "aggregation"),
+    [("float64", "token_mean"), ("float64", "seq_mean"), ("float32", "token_mean")],
+)
 async def test_sum_equals_one_pass_whatever_the_split(
     ranks: Ranks, tiny_model: Path, dtype: str, members: list[int], aggregation: str
 ) -> None:
-    rows = make_rows(40, seed=1)
+    rows = make_rows(24, seed=1)
     config = policy_config(
         tiny_model,
         loss={"aggregation": aggregation, "entropy": 0.1},
@@ -38,18 +51,17 @@ async def test_sum_equals_one_pass_whatever_the_split(
     lm = reference.build(tiny_model, read(state["master"]), getattr(torch, dtype))
     expected = reference.gradient(lm, rows, aggregation=aggregation, entropy=0.1)
 
-    for name, split in SPLITS.items():
-        for order in (1, -1):
-            cuts = np.split(np.arange(40), np.cumsum(split)[:-1])[::order]
-            await policy.bind(saved(state["master"], state["moments"]))
-            for number, cut in enumerate(cuts):
-                replies = await policy.add([rows[index] for index in cut], f"m{number}")
-                assert all(reply.finite for reply in replies)
-                tokens = sum(len(rows[index].response) for index in cut)
-                assert sum(reply.num_tokens for reply in replies) == tokens
-            got = flat((await policy.export("gradients"))["gradients"])
-            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-            assert error <= TOLERANCE[dtype], (name, order, error)
+    for name, (split, reverse) in SPLITS.items():
+        cuts = np.split(np.arange(24), np.cumsum(split)[:-1])
+        await policy.bind(saved(state["master"], state["moments"]))
+        for number, cut in enumerate(reversed(cuts) if reverse else cuts):
+            replies = await policy.add([rows[index] for index in cut], f"m{number}")
+            assert all(reply.finite for reply in replies)
+            tokens = sum(len(rows[index].response) for index in cut)
+            assert sum(reply.num_tokens for reply in replies) == tokens
+        got = flat((await policy.export("gradients"))["gradients"])
+        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+        assert error <= TOLERANCE[dtype], (name, error)
 
 
 async def test_suspending_and_changing_the_ranks_between_micro_batches_changes_nothing(
@@ -92,3 +104,23 @@ async def test_state_of_two_ranks_loads_on_one_and_back_bit_for_bit(
         again = await policy.export("weights", "master", "moments")
         for kind, values in first.items():
             assert np.array_equal(flat(again[kind]), values), (members, kind)
+
+
+@pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
+async def test_a_larger_model_is_sharded_by_layer_and_scored_in_chunks(
+    ranks: Ranks, tmp_path: Path, members: list[int]
+) -> None:
+    """Large enough for a unit per layer, and a vocabulary of several chunks of logits."""
+    vocab = 300_000
+    model = write_model(tmp_path / "m", vocab_size=vocab, hidden_size=16, initializer_range=0.1)
+    rows = make_rows(24, seed=5, vocab=vocab)
+    assert sum(len(row.response) for row in rows) > LOGITS_PER_CHUNK // vocab
+    policy = Policy(ranks, policy_config(model), model, members)
+    await policy.bind()
+    state = await policy.export("master")
+    lm = reference.build(model, read(state["master"]), torch.float32)
+    expected = reference.gradient(lm, rows, aggregation="token_mean", entropy=0.0)
+    await policy.add(rows)
+    got = flat((await policy.export("gradients"))["gradients"])
+    await policy.unbind()
+    assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)

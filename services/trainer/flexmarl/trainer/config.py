@@ -25,8 +25,10 @@ class TrainerConfig(ServiceConfig):
     """Network interface of process groups and of their rendezvous."""
     rendezvous_host: str = "127.0.0.1"
     """Address of that interface that workers meet at."""
-    threads_per_rank: Annotated[int, Field(ge=0)] = 0
-    """Compute threads of each worker; 0 means the node's cores divided by the slots."""
+    threads_per_rank: Annotated[int, Field(ge=0)] = 1
+    """Compute threads of each worker; 0 means the node's cores divided by the slots. More than one
+    pays for large models on cores that nobody else uses: threads of a small one mostly wait for
+    each other, for ever longer when the cores are shared."""
     max_resident_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes of weights and moments that a worker keeps for bindings to come."""
     warm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
