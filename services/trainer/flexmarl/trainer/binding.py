@@ -344,7 +344,9 @@ class Binding:
     def _workers(self) -> tuple[Worker, ...]:
         return self._parts.workers
 
-    async def _command(self, *commands: rank_pb2.RankCommand) -> list[rank_pb2.RankReply]:
+    async def _command(
+        self, first: rank_pb2.RankCommand, *others: rank_pb2.RankCommand
+    ) -> list[rank_pb2.RankReply]:
         """Sends one command to every rank, or each rank its own; waits for all of them.
 
         Ranks wait for each other in collectives, so when one fails the others are ended, too.
@@ -352,8 +354,8 @@ class Binding:
         self._check_claimed()
         if len(self._workers) == 1:
             timeout_s = self._parts.command_timeout_s
-            return [await self._workers[0].call(commands[0], timeout_s=timeout_s)]
-        each = commands if len(commands) > 1 else _copies(commands[0], len(self._workers))
+            return [await self._workers[0].call(first, timeout_s=timeout_s)]
+        each = [first, *others] if others else _copies(first, len(self._workers))
         tasks = [
             asyncio.ensure_future(worker.call(command, timeout_s=self._parts.command_timeout_s))
             for worker, command in zip(self._workers, each, strict=True)
