@@ -29,7 +29,10 @@ _GOLD_STEP = re.compile(r"<<[^<>]*=([^<>=]+)>>")
 _TERM = rf"\(*\s*\$?(?:{_DIGITS})%?\s*\)*"
 _RESULT = rf"[-\u2212]?\s?(?:\$\s?[-\u2212]?)?(?:{_DIGITS})%?"
 _EQUATION = re.compile(rf"({_TERM}(?:\s*[-+*/x\u00d7\u00f7\u2212]\s*{_TERM})+)\s*=\s*({_RESULT})")
-_VERDICT = re.compile(r"verdict\s*:\W*(yes|no)\b", re.IGNORECASE)
+# What people mean by yes and no; the first such word counts.
+_VERDICT = re.compile(
+    r"\b(?:(yes|true|correct|right)|(no|not|false|incorrect|wrong|isn't|aren't))\b", re.IGNORECASE
+)
 _PLAIN = str.maketrans({"\u00d7": "*", "x": "*", "\u00f7": "/", "\u2212": "-", "$": "", ",": ""})
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -73,11 +76,11 @@ def solution_reward(text: str, gold: str, *, ended: bool) -> float:
 
 
 def verdict_reward(text: str, draft: str) -> float:
-    """1 for the right verdict on the draft's equations, 0.1 for any verdict in the asked form."""
-    found = _VERDICT.findall(text)
-    if not found:
+    """1 for the right verdict on the draft's equations, 0.1 for a wrong one, 0 for none."""
+    found = _VERDICT.search(text)
+    if found is None:
         return 0.0
-    return 1.0 if (found[-1].lower() == "yes") == all_true(draft) else 0.1
+    return 1.0 if (found[1] is not None) == all_true(draft) else 0.1
 
 
 def is_exact(text: str, gold: str) -> bool:

@@ -107,7 +107,7 @@ def test_a_text_that_was_cut_did_not_end() -> None:
 
 
 def test_agents_are_scored_by_their_own_texts() -> None:
-    texts = {"solver": "48 / 2 = 25", "verifier": "Verdict: no", "refiner": "Answer: 72"}
+    texts = {"solver": "48 / 2 = 25", "verifier": "No.", "refiner": "Answer: 72"}
     calls = tuple(
         Output(
             text=text,
@@ -134,13 +134,14 @@ def test_gold_without_steps_is_its_own_step() -> None:
 @pytest.mark.parametrize(
     ("text", "draft", "value"),
     [
-        ("Verdict: yes", "1 + 1 = 2", 1.0),
-        ("verdict: **No**", "1 + 1 = 3", 1.0),
-        ("Verdict: yes", "1 + 1 = 3", 0.1),
-        ("Verdict: yes", "no equation", 0.1),
-        ("Verdict: no. Verdict: yes", "1 + 1 = 2", 1.0),
-        ("All is well", "1 + 1 = 2", 0.0),
-        ("Verdict: yesterday", "1 + 1 = 2", 0.0),
+        ("Yes, it is.", "1 + 1 = 2", 1.0),
+        ("**No**", "1 + 1 = 3", 1.0),
+        ("That is not true.", "1 + 1 = 3", 1.0),
+        ("Yes.", "1 + 1 = 3", 0.1),
+        ("Yes.", "no equation", 0.1),
+        ("Incorrect", "1 + 1 = 2", 0.1),
+        ("I like yesterday", "1 + 1 = 2", 0.0),
+        ("", "1 + 1 = 2", 0.0),
     ],
 )
 def test_the_verifier_is_judged_by_the_equations(text: str, draft: str, value: float) -> None:
