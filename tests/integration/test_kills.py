@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cluster_harness import Cluster, Size, eventually, kill
+from integration.cluster_harness import Cluster, Size, eventually, kill
 
 from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
@@ -43,7 +43,7 @@ def child(name: str, prefix: str):
     """Pid of a service's child, from the record that the service keeps of them."""
 
     def find(cluster: Cluster) -> int:
-        (record,) = (cluster.folder / "services" / name).rglob("children.json")
+        (record,) = (cluster.folder / "services" / name).rglob("*children*.json")
         children = json.loads(record.read_text())
         return next(int(c["pid"]) for c in children if c["name"].startswith(prefix))
 
@@ -103,12 +103,8 @@ async def assert_whole(cluster: Cluster, run_id: str) -> None:
         for before, after in pairwise(manifests):
             batch = after.batch
             assert batch.batch == before.version
-            ledgers = [
-                (await store.get_state(run_id, policy, version=after.version)).ledger
-                for policy in TRAINED
-            ]
-            in_ledgers = Counter(name for ledger in ledgers for name in ledger)
-            assert set(in_ledgers.values()) == {1}
+            in_ledgers = set(batch.consumed_micro_batch_ids)
+            assert len(in_ledgers) == len(batch.consumed_micro_batch_ids)
             records = await store.list_micro_batches(run_id, batch=batch.batch)
             consumed = Counter(
                 row.vertex_id

@@ -168,6 +168,18 @@ class TestMicroBatches:
         await store.close_groups(RUN, [closure(a_vertex(0, group=0))], term=term)
         assert await claimable(store) == ["0:0", "0:1", "0:2", "0:3", "0:4"]
 
+    async def test_rows_of_several_groups_are_listed_together_page_by_page(self, store, term):
+        groups = [a_group(number) for number in range(4)]
+        rows = [a_vertex(call, group=number) for number in range(4) for call in range(3)]
+        await store.write_graph(RUN, term=term, groups=groups, vertices=rows)
+        ids = [groups[number].group_id for number in (3, 1)]
+        chosen = pb.VertexFilter(group_ids=ids)
+        found = [v.meta async for v in store.list_vertices(RUN, chosen, page_size=2)]
+        assert [meta.group_id for meta in found] == [ids[1]] * 3 + [ids[0]] * 3
+        mixed = pb.VertexFilter(group_ids=ids, group_id=ids[0])
+        with pytest.raises(FlexMarlError, match="group_ids"):
+            _ = [v async for v in store.list_vertices(RUN, mixed)]
+
     async def test_unreleased_void_or_foreign_rows_are_refused(self, store, term):
         rows = [a_vertex(0), a_vertex(1)]
         await write_rows(store, term, *rows)

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -222,8 +223,8 @@ class Queries:
         self, request: pb.ListVerticesRequest, after: bytes
     ) -> AsyncIterator[tuple[bytes, bytes]]:
         run_id, chosen = request.run_id, request.filter
-        stem = _vertex_stem(chosen)
-        for agent in self._agents(run_id, chosen.agent):
+        agents = self._agents(run_id, chosen.agent)
+        for agent, stem in itertools.product(agents, _vertex_stems(chosen)):
             prefix = keys.row(run_id, agent, stem)
             end = keys.after(prefix)
             if after >= end:
@@ -328,12 +329,17 @@ def _batch_stem(batch: int | None) -> str:
     return "" if batch is None else f"b{batch:06d}a"
 
 
-def _vertex_stem(chosen: pb.VertexFilter) -> str:
+def _vertex_stems(chosen: pb.VertexFilter) -> list[str]:
+    """What the ids of fitting vertices start with, in the order of the ids."""
+    if chosen.group_ids and (chosen.group_id or chosen.sample_id):
+        raise ValueError("filter: group_ids goes with neither group_id nor sample_id")
     if chosen.sample_id:
-        return f"{chosen.sample_id}/"
+        return [f"{chosen.sample_id}/"]
     if chosen.group_id:
-        return f"{chosen.group_id}-"
-    return _batch_stem(chosen.batch if chosen.HasField("batch") else None)
+        return [f"{chosen.group_id}-"]
+    if chosen.group_ids:
+        return [f"{group_id}-" for group_id in sorted(set(chosen.group_ids))]
+    return [_batch_stem(chosen.batch if chosen.HasField("batch") else None)]
 
 
 def _scope(request: pb.ListSamplesRequest | pb.ListGroupsRequest) -> bytes:

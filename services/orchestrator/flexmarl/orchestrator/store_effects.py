@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Final
@@ -38,9 +37,6 @@ from flexmarl.orchestrator.convert import (
 )
 from flexmarl.runtime.aio import Coalescer
 
-READ_BATCH_FROM: Final = 5
-"""Groups that are read together from this number on are read by listing their batch."""
-
 READ_PAGE: Final = 5000
 
 RecordOf = Callable[[Commit, pb.CountVerticesResponse], graph_pb2.BatchRecord]
@@ -62,6 +58,7 @@ class StoreEffects:
         self._context = context
         self._record_of = record_of
         self._counts = pb.CountVerticesResponse()
+        self._consumed: tuple[str, ...] = ()
         # Groups that end together are closed in one write.
         self._closures: Coalescer[pb.GroupClosure, None] = Coalescer(
             self._close_all, name="group closures", max_batch_items=64, max_in_flight=2
@@ -127,6 +124,7 @@ class StoreEffects:
     async def count_vertices(self, effect: CountVertices) -> Counted:
         """Have the batch counted; the counts go into its record."""
         context = self._context
+        self._consumed = effect.consumed
         self._counts = await context.store.count_vertices(
             context.run_id, batch=effect.batch, batch_attempt=0, consumed=effect.consumed
         )
@@ -153,6 +151,7 @@ class StoreEffects:
             for name, entry in context.manifest.policies.items():
                 manifest.policies[name].CopyFrom(entry)
             manifest.batch.CopyFrom(self._record_of(effect, self._counts))
+            manifest.batch.consumed_micro_batch_ids.extend(self._consumed)
         for name in stepped:
             state = context.states[name]
             if state.version != effect.version:
@@ -190,13 +189,8 @@ class StoreEffects:
 
     async def _read_all(self, effects: list[ReadRows]) -> list[RowsRead]:
         wanted: dict[str, list[Row]] = {effect.group_id: [] for effect in effects}
-        batch = effects[0].batch
-        if len(effects) >= READ_BATCH_FROM:
-            # One listing of the batch is cheaper than many calls.
-            await self._read(pb.VertexFilter(batch=batch, status=DONE), wanted)
-        else:
-            filters = (pb.VertexFilter(batch=batch, group_id=g, status=DONE) for g in wanted)
-            await asyncio.gather(*(self._read(chosen, wanted) for chosen in filters))
+        chosen = pb.VertexFilter(batch=effects[0].batch, group_ids=wanted, status=DONE)
+        await self._read(chosen, wanted)
         return [RowsRead(tuple(wanted[effect.group_id])) for effect in effects]
 
     async def _read(self, chosen: pb.VertexFilter, into: dict[str, list[Row]]) -> None:

@@ -1133,6 +1133,7 @@ class BatchRecord(_message.Message):
     NUM_GROUPS_DROPPED_FIELD_NUMBER: _builtins.int
     POLICIES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    CONSUMED_MICRO_BATCH_IDS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     """Number of the batch."""
     batch_attempt: _builtins.int
@@ -1149,6 +1150,10 @@ class BatchRecord(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Numbers of the batch (rewards, step parts, rates, utilisation), by name."""
 
+    @_builtins.property
+    def consumed_micro_batch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Micro-batches that the updates of this commit contain: the account of which rows were trained on."""
+
     def __init__(
         self,
         *,
@@ -1158,10 +1163,11 @@ class BatchRecord(_message.Message):
         num_groups_dropped: _builtins.int = ...,
         policies: _abc.Mapping[_builtins.str, Global___PolicyCounts] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        consumed_micro_batch_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "metrics", b"metrics", "num_groups_closed", b"num_groups_closed", "num_groups_dropped", b"num_groups_dropped", "policies", b"policies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "consumed_micro_batch_ids", b"consumed_micro_batch_ids", "metrics", b"metrics", "num_groups_closed", b"num_groups_closed", "num_groups_dropped", b"num_groups_dropped", "policies", b"policies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -816,6 +816,7 @@ class VertexFilter(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     VOID_REASON_FIELD_NUMBER: _builtins.int
     CLAIMABLE_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     """Batch."""
     group_id: _builtins.str
@@ -832,6 +833,10 @@ class VertexFilter(_message.Message):
     """Void reason."""
     claimable: _builtins.bool
     """Only rows that are released, not void and not marked."""
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Any of these groups; not together with group_id or sample_id."""
+
     def __init__(
         self,
         *,
@@ -843,10 +848,11 @@ class VertexFilter(_message.Message):
         status: _common_pb2.VertexStatus.ValueType = ...,
         void_reason: _common_pb2.VoidReason.ValueType = ...,
         claimable: _builtins.bool = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "agent", b"agent", "batch", b"batch", "claimable", b"claimable", "group_id", b"group_id", "policy", b"policy", "sample_id", b"sample_id", "status", b"status", "void_reason", b"void_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "agent", b"agent", "batch", b"batch", "claimable", b"claimable", "group_id", b"group_id", "group_ids", b"group_ids", "policy", b"policy", "sample_id", b"sample_id", "status", b"status", "void_reason", b"void_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
     _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
