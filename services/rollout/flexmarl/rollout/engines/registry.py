@@ -15,7 +15,10 @@ FACTORIES: Final[Mapping[str, str]] = {
 }
 """Name of an engine -> "module:function" that builds it from its settings."""
 
-PRELOAD: Final = ("flexmarl.rollout.engines.transformers_engine", "transformers.models.llama")
+PRELOAD: Final = (
+    "flexmarl.rollout.engines.transformers_engine",
+    "transformers.models.llama.modeling_llama",
+)
 """Modules worth importing once per host: torch and transformers cost seconds of CPU."""
 
 
