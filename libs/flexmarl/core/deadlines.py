@@ -30,21 +30,26 @@ DEADLINES_S: Final[Mapping[str, float | None]] = MappingProxyType(
     {
         **dict.fromkeys(LONG_LIVED),
         # Objects of gigabytes pass through these in chunks.
-        _STORE + "PutObject": 300.0,
-        _STORE + "GetObject": 300.0,
+        _STORE + "PutObject": 600.0,
+        _STORE + "GetObject": 600.0,
+        _STORE + "AllocateSegment": 600.0,
+        # Waits for the checksums of what it names.
+        _STORE + "Commit": 600.0,
         # Many rows in one answer, or an fsync behind a busy disk.
         _STORE + "GetVertices": 30.0,
         _STORE + "SealSegment": 60.0,
         _STORE + "DeleteRun": 60.0,
+        # The run is read from its store, which may be starting.
+        _ORCHESTRATOR + "SubmitRun": 60.0,
+        _ORCHESTRATOR + "ResumeRun": 60.0,
+        _ORCHESTRATOR + "StopRun": 60.0,
         # Bundles are unpacked, workers and engines are started.
-        _ORCHESTRATOR + "SubmitRun": 30.0,
-        _ORCHESTRATOR + "ResumeRun": 30.0,
-        _ROLLOUT + "OpenRun": 60.0,
+        _ROLLOUT + "OpenRun": 120.0,
         _ROLLOUT + "CloseRun": 30.0,
-        _TRAINER + "OpenRun": 60.0,
+        _TRAINER + "OpenRun": 120.0,
         _TRAINER + "CloseRun": 30.0,
         # Waits by design, and answers what it knows at its deadline.
-        _TRAINER + "WaitOperation": 60.0,
+        _TRAINER + "WaitOperation": 10.0,
     }
 )
 """Default deadline by full method name; None: none, for the long-lived streams only."""

@@ -9,99 +9,43 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
-import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2_grpc import MegStoreServiceStub
+from flexmarl.client.base import PATIENCE_S, ServiceClient
 from flexmarl.client.buffers import BufferSpec, lay_out
-from flexmarl.client.channel import Channel, connect
-from flexmarl.client.errors import FlexMarlError, UnavailableError
+from flexmarl.client.channel import Channel, StreamCall
+from flexmarl.client.errors import UnavailableError
 from flexmarl.client.mappings import KeptMappings
 from flexmarl.client.request import new_request_id
 from flexmarl.client.segments import Allocation, Opening, SegmentReader, SegmentWriter
-from flexmarl.core.call_context import onward_timeout_s
-from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s
 
 CHUNK_BYTES = 1 << 20
-DEFAULT_DEADLINE_S = 30.0
-TRANSFER_DEADLINE_S = 600.0
-WATCH_SILENCE_S = 20.0
-"""A watch without any sign of life for this long is opened again."""
-
-T = TypeVar("T")
-
-_SERVICE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService"
-_RETRY = RetryPolicy(max_attempts=1 << 30, initial_s=0.02, max_s=0.5)
 
 
-class StoreClient:
-    """Client of one store shard.
+class StoreClient(ServiceClient):
+    """Client of one store shard; see `ServiceClient` for its arguments."""
 
-    Args:
-        channel: From `connect`, with `NO_RETRY`: repetition happens here, with patience.
-        patience_s: How long a call is repeated while the store is UNAVAILABLE.
-        owns_channel: Close the channel with the client.
-    """
+    STUB = MegStoreServiceStub
+    DEADLINE_S = 30.0
+    # A call that takes long is not repeated: it may be at work on what it was asked for.
+    REPEATED = (UnavailableError,)
 
     def __init__(
-        self, channel: Channel, *, patience_s: float = 60.0, owns_channel: bool = False
+        self, channel: Channel, *, patience_s: float = PATIENCE_S, owns_channel: bool = False
     ) -> None:
-        self.address = channel.address
-        self._channel = channel
-        self._stub: Any = MegStoreServiceStub(channel)
-        self._patience_s = patience_s
-        self._owns_channel = owns_channel
-        self._rng = random.Random()  # noqa: S311 - jitter
+        super().__init__(channel, patience_s=patience_s, owns_channel=owns_channel)
         self._mappings = KeptMappings()
-
-    @classmethod
-    def connect(cls, address: str, *, patience_s: float = 60.0) -> Self:
-        """Client of the store at `host:port`; it connects on the first call."""
-        channel = connect(
-            address,
-            retry=NO_RETRY,
-            default_deadline_s=DEFAULT_DEADLINE_S,
-            deadlines_s={
-                f"{_SERVICE}/Watch": None,
-                f"{_SERVICE}/PutObject": TRANSFER_DEADLINE_S,
-                f"{_SERVICE}/GetObject": TRANSFER_DEADLINE_S,
-                f"{_SERVICE}/AllocateSegment": TRANSFER_DEADLINE_S,
-                f"{_SERVICE}/Commit": TRANSFER_DEADLINE_S,
-            },
-        )
-        return cls(channel, patience_s=patience_s, owns_channel=True)
 
     async def close(self) -> None:
         """Close the connection and unmap what was kept for the next segments."""
         self._mappings.close()
-        if self._owns_channel:
-            await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
+        await super().close()
 
     async def wait_ready(self, *, timeout_s: float = 30.0) -> None:
         """Wait until the store answers.
@@ -293,30 +237,19 @@ class StoreClient:
 
         Every response carries the cursor after it; one without events is a sign of life. A broken
         or silent stream is opened again at the last cursor; after `patience_s` without a response
-        the error is raised. Waits for events; freed by the store, or by closing the iterator.
+        UNAVAILABLE is raised. Waits for events; freed by the store, or by closing the iterator.
         """
-        heard_at = time.monotonic()
-        failures = 0
-        while True:
-            request = pb.WatchRequest(run_id=run_id, after_cursor=after_cursor, kinds=kinds)
-            call = self._stub.Watch(request)
-            try:
-                while True:
-                    async with asyncio.timeout(WATCH_SILENCE_S):
-                        response = await call.read()
-                    if not isinstance(response, pb.WatchResponse):
-                        break  # end of stream: the store stops
-                    heard_at, failures = time.monotonic(), 0
-                    after_cursor = max(after_cursor, response.cursor)
-                    yield response
-                    heard_at = time.monotonic()
-            except (UnavailableError, TimeoutError):
-                if time.monotonic() - heard_at > self._patience_s:
-                    raise
-            finally:
-                call.cancel()
-            failures += 1
-            await self._back_off(failures)
+
+        def open_stream() -> StreamCall:
+            call: StreamCall = self._stub.Watch(
+                pb.WatchRequest(run_id=run_id, after_cursor=after_cursor, kinds=kinds)
+            )
+            return call
+
+        async with aclosing(self._follow(open_stream)) as responses:
+            async for response in responses:
+                after_cursor = max(after_cursor, response.cursor)
+                yield response
 
     # Training
 
@@ -564,43 +497,6 @@ class StoreClient:
         """Sizes, queues and tiers of the store."""
         response: pb.GetStatsResponse = await self._call("GetStats", pb.GetStatsRequest())
         return response
-
-    async def _call(
-        self,
-        method: str,
-        request: Any,  # noqa: ANN401 - a message of the contract
-        *,
-        patience_s: float | None = None,
-    ) -> Any:  # noqa: ANN401 - a message of the contract
-        callable_ = getattr(self._stub, method)
-
-        async def once() -> Any:  # noqa: ANN401
-            return await callable_(request)
-
-        return await self._patiently(once, patience_s=patience_s)
-
-    async def _patiently(
-        self, once: Callable[[], Awaitable[T]], *, patience_s: float | None = None
-    ) -> T:
-        failed = 0
-        end: float | None = None
-        while True:
-            try:
-                return await once()
-            except UnavailableError as error:
-                failure: FlexMarlError = error
-            now = time.monotonic()
-            if end is None:
-                patience = self._patience_s if patience_s is None else patience_s
-                end = now + (onward_timeout_s(patience, now=now) or 0.0)
-            failed += 1
-            if now >= end:
-                raise failure
-            await self._back_off(failed)
-
-    async def _back_off(self, failed: int) -> None:
-        delay_s = next_delay_s(_RETRY, failed_attempts=min(failed, 32), left_s=None, rng=self._rng)
-        await asyncio.sleep(delay_s or 0.0)
 
 
 def _size_and_checksum(source: bytes | Path) -> tuple[int, str]:
