@@ -22,6 +22,8 @@ SEED ?= 0
 GSM8K_DATA ?= ../shared/data/gsm8k/train.jsonl
 GSM8K_MODEL ?= models/cache/smollm2-135m-instruct
 THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+# test: most tests wait for processes, so two at a time keep two cores busy
+TEST_JOBS ?= 2
 # bench
 NAME ?= all
 
@@ -60,7 +62,8 @@ test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 m
 	@$(BIN)/python -m pytest tests/core --cov=libs/flexmarl/core --cov-branch \
 	  --cov-report=term:skip-covered --cov-fail-under=100
 	@echo "everything else"
-	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu"
+	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu" \
+	  -n $(TEST_JOBS) --dist loadfile
 
 test-real: $(STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills
 	@FLEXMARL_GSM8K_MODEL="$(abspath $(GSM8K_MODEL))" FLEXMARL_GSM8K_DATA="$(abspath $(GSM8K_DATA))" \
