@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.core.errors import ErrorReason
 from flexmarl.runtime.config import (
@@ -25,9 +25,37 @@ class Part(Section):
     rate: float
 
 
+class Inner(Section):
+    depth: int = 1
+
+
+class Curve(Section):
+    start: float
+
+
+class Named(Section):
+    rate: float = 1.0
+    inner: Inner = Inner()
+    curve: float | Curve = 0.0
+
+    @field_validator("rate")
+    @classmethod
+    def _positive(cls, value: float) -> float:
+        if value < 0:
+            raise ValueError("a rate is not negative; use 0")
+        return value
+
+
 class Config(ServiceConfig):
     store: Store = Store()
     parts: tuple[Part, ...] = ()
+    by_name: dict[str, Named] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> "Config":
+        if self.store.path == Path("nowhere"):
+            raise ValueError("store.path: not there")
+        return self
 
 
 @pytest.fixture
@@ -81,6 +109,13 @@ def test_toml_values_keep_their_type():
         ("server.prot=1", "server.prot", "server.port"),
         ("stor.path=x", "stor", "store"),
         ("store.server_port=1", "store.server_port", None),
+        ("store.port=1", "store.port", "server.port"),
+        ("port=1", "port", "server.port"),
+        ("by_name.solver.raet=1", "by_name.solver.raet", "by_name.solver.rate"),
+        ("by_name.solver.depth=1", "by_name.solver.depth", "by_name.solver.inner.depth"),
+        ("by_name.a.inner.dept=1", "by_name.a.inner.dept", "by_name.a.inner.depth"),
+        ("rate=1", "rate", "by_name.<name>.rate"),
+        ("by_name.a.curve={strat=1}", "by_name.a.curve.strat", "by_name.a.curve.start"),
     ],
 )
 def test_unknown_keys_are_named_with_the_closest_one(override, wrong, right):
@@ -99,7 +134,7 @@ def test_an_unknown_environment_key_is_refused():
 
 
 def test_the_unknown_key_is_told_before_what_it_causes(toml):
-    with pytest.raises(UnknownKeyError, match=r"'parts\.0\.raet', did you mean 'parts\.rate'"):
+    with pytest.raises(UnknownKeyError, match=r"'parts\.0\.raet', did you mean 'parts\.0\.rate'"):
         load_config(Config, path=toml("[[parts]]\nraet = 1\n"))
 
 
@@ -109,6 +144,9 @@ def test_the_unknown_key_is_told_before_what_it_causes(toml):
         (["server.port=70000"], "server.port"),
         (["store.cache_bytes=many"], "store.cache_bytes"),
         (["store.cache_bytes=-1"], "store.cache_bytes"),
+        (["by_name.a.rate=-1"], "config: by_name.a.rate: a rate is not negative; use 0"),
+        (["by_name.a.curve={start='x'}"], "config: by_name.a.curve"),
+        (["store.path=nowhere"], "config: store.path: not there"),
         (["store"], "section.key=value"),
         (["=1"], "section.key=value"),
         (["store.path=a", "store.path.b=1"], "not a section"),

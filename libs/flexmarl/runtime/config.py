@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -150,32 +151,93 @@ def _one_line(error: ValidationError, model: type[BaseModel], source: str) -> Co
     problems = error.errors(include_url=False)
     # An unknown key often causes the other problems (the right key is then missing): it goes first.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    key, section = _resolve(model, problem["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
-        return UnknownKeyError(f"{source}: unknown key {key!r}{_suggestion(key, model)}{more}")
-    return ConfigError(f"{source}: {key}: {problem['msg']}{more}")
+        return UnknownKeyError(
+            f"{source}: unknown key {key!r}{_suggestion(key, section, model)}{more}"
+        )
+    # What a validator of ours raised is a sentence of its own, which names keys where it must.
+    raised = problem.get("ctx", {}).get("error")
+    message = str(raised) if isinstance(raised, ValueError) else problem["msg"]
+    return ConfigError(f"{source}: {key}: {message}{more}" if key else f"{source}: {message}{more}")
 
 
-def _suggestion(key: str, model: type[BaseModel]) -> str:
-    known = sorted(_dotted_keys(model))
+def _resolve(
+    model: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[str, type[BaseModel] | None]:
+    """The key that a user wrote, and the section that it stands in.
+
+    pydantic puts the names of a union's members between the keys; a user never wrote those.
+    """
+    keys: list[str] = []
+    section: type[BaseModel] | None = model
+    annotation: object = model
+    for part in loc:
+        members = _members(annotation)
+        if any(part == _name_of(member) for member in members) and len(members) > 1:
+            annotation = next(m for m in members if part == _name_of(m))
+            continue
+        keys.append(str(part))
+        section = next((m for m in members if _is_section(m)), None)
+        if section is not None:
+            field = section.model_fields.get(str(part))
+            annotation = None if field is None else field.annotation
+        else:
+            annotation = next((_items_of(m) for m in members if get_args(m)), None)
+    return ".".join(keys), section
+
+
+def _suggestion(key: str, section: type[BaseModel] | None, model: type[BaseModel]) -> str:
+    """The key that was probably meant, in full.
+
+    In this order: its very name further down, a similar name beside it, its very name anywhere, any
+    similar key.
+    """
     parent, _, leaf = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    close = [siblings[name] for name in get_close_matches(leaf, siblings, n=1)]
-    close = close or get_close_matches(key, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    prefix = f"{parent}." if parent else ""
+    beside = [] if section is None else list(section.model_fields)
+    below = [] if section is None else sorted(_dotted_keys(section))
+    known = sorted(_dotted_keys(model))
+    found = (
+        [prefix + name for name in below if name.rpartition(".")[2] == leaf]
+        or [prefix + name for name in get_close_matches(leaf, beside, n=1)]
+        or [name for name in known if name.rpartition(".")[2] == leaf]
+        or get_close_matches(key, known, n=1)
+    )
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        for inner in _models_in(field.annotation):
-            yield from _dotted_keys(inner, f"{prefix}{name}.")
+        for member in _members(field.annotation):
+            if _is_section(member):
+                yield from _dotted_keys(member, f"{prefix}{name}.")
+            elif get_origin(member) is dict:
+                for inner in _members(get_args(member)[1]):
+                    if _is_section(inner):
+                        yield from _dotted_keys(inner, f"{prefix}{name}.<name>.")
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-        return
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
+def _members(annotation: object) -> list[Any]:
+    """The members of a union; a type that is none stands for itself."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [inner for member in get_args(annotation) for inner in _members(member)]
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    return [annotation]
+
+
+def _items_of(collection: object) -> object:
+    """What stands below a mapping or a list, whatever its name or place."""
+    arguments = get_args(collection)
+    return arguments[-1] if get_origin(collection) is dict else arguments[0]
+
+
+def _name_of(member: object) -> str:
+    return getattr(member, "__name__", "")
+
+
+def _is_section(member: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(member, type) and issubclass(member, BaseModel)
