@@ -6,6 +6,7 @@ dispatcher or the orchestrator between any two steps. The store alone remembers.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -169,6 +170,7 @@ class World:
         self.active: int | None = None
         self.ended: EndRun | None = None
         self.steps = 0
+        self.without_rewards = False
         self.core = RunCore(rules, self.order, self.store.stored())
         self.take(self.core.handle((), now=self.now))
 
@@ -263,7 +265,7 @@ class World:
         fact = SampleFact(
             sample_id=sample_id,
             status=status,
-            rewards=Rewards(team=1.0, agents=rewards) if status is SampleStatus.DONE else None,
+            rewards=self.rewards(rewards) if status is SampleStatus.DONE else None,
             failure=RunFailure(reason="WORKFLOW_RAISED", message="it raised")
             if status is SampleStatus.FAILED
             else None,
@@ -272,6 +274,9 @@ class World:
             return
         self.store.samples[name] = fact
         self.feed(SampleChanged(fact))
+
+    def rewards(self, agents: dict[str, float]) -> Rewards:
+        return Rewards() if self.without_rewards else Rewards(team=1.0, agents=agents)
 
     def write_rows(self, name: str) -> None:
         if SampleId.parse(name).group.batch.batch in self.store.closed_batches:
@@ -375,7 +380,10 @@ class World:
                         and store.batch_of(row.vertex_id) == batch
                         and row.vertex_id not in store.void
                         and store.marks.get(row.vertex_id) not in consumed
-                    )
+                    ),
+                    Counter(
+                        reason for row, reason in store.void.items() if store.batch_of(row) == batch
+                    ),
                 )
             case Commit():
                 if store.version == effect.version:

@@ -13,6 +13,7 @@ from flexmarl.core.batch import BatchGroups
 from flexmarl.core.batch_end import MAX_COUNTS, BatchEnd
 from flexmarl.core.closure import FailureWatch
 from flexmarl.core.dataset_order import Cursor, DatasetOrder
+from flexmarl.core.idle import IdleWatch
 from flexmarl.core.ids import BatchId, SampleId
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.run import RunCore
@@ -244,7 +245,7 @@ def ended_batch() -> tuple[BatchEnd, Training]:
     ].stage.TERMINAL
     groups._num_terminal = 1
     training.policies["p"].subgraph_closed = True
-    return BatchEnd(groups, training), training
+    return BatchEnd(groups, training, IdleWatch("group")), training
 
 
 def due(end: BatchEnd) -> list[Any]:
@@ -265,13 +266,13 @@ def test_leftovers_are_voided_and_counted_again() -> None:
     (count,) = due(end)
     assert isinstance(count, CountVertices)
     assert due(end) == []
-    end.counted((ROW,))
+    end.counted((ROW,), {})
     (void,) = due(end)
     assert isinstance(void, VoidRows)
     assert void.rows[0].reason is VoidReason.REDUNDANT
     end.voided()
     (count,) = due(end)
-    end.counted(())
+    end.counted((), {VoidReason.REDUNDANT: 1})
     (commit,) = due(end)
     assert isinstance(commit, Commit)
     assert (commit.version, commit.expected_version, commit.stepped) == (1, 0, ())
@@ -282,7 +283,7 @@ def test_a_batch_that_never_adds_up_fails_the_run() -> None:
     for _ in range(MAX_COUNTS):
         assert end.failure is None
         due(end)
-        end.counted((ROW,))
+        end.counted((ROW,), {})
         due(end)
         end.voided()
     assert end.failure is not None

@@ -168,6 +168,22 @@ async def test_a_broken_workflow_fails_the_run_with_its_message(processes: Proce
         assert stored.failure.reason == "WORKFLOW_RAISED"
 
 
+async def test_a_reward_function_that_gives_no_reward_fails_the_run(processes: Processes) -> None:
+    def verdict(spec):
+        sample = good_sample(spec)
+        sample.rewards.ClearField("team")
+        sample.rewards.agents.clear()
+        return sample
+
+    async with cluster(processes, rollout=StandInRollout(verdict)) as run:
+        await run.submit(run_config())
+        progress = await run.follow()
+        assert progress.status == common.RUN_STATUS_FAILED
+        assert progress.failure.reason == "REWARD_INVALID"
+        assert "batch 0: none of its 48 rows has a reward" in progress.failure.message
+        assert progress.version == 0
+
+
 async def test_a_fatal_dispatcher_fails_the_run(processes: Processes) -> None:
     rollout = StandInRollout()
     rollout.fatal = common.Failure(reason="WORKFLOW_IMPORT_FAILED", message="no module 'team'")

@@ -182,6 +182,12 @@ class BatchGroups:
             for status in group.current.values()
         )
 
+    @property
+    def sample_failure(self) -> RunFailure | None:
+        """Why one of its samples failed, the first that says why; None when none did."""
+        facts = (fact for group in self.groups.values() for fact in group.samples.values())
+        return next((fact.failure for fact in facts if fact.failure is not None), None)
+
     def leftover_reason(self, row: Row) -> VoidReason:
         """Why a row that came after its group had ended is not trained on."""
         group = self.groups.get(str(SampleId.parse(row.sample_id).group))

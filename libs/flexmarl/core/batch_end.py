@@ -8,10 +8,11 @@ now, so no further ones can come and two rounds are enough unless something is b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from flexmarl.core.batch import BatchGroups
 from flexmarl.core.dataset_order import Cursor
+from flexmarl.core.idle import IdleWatch
 from flexmarl.core.policy_training import Record, RecordStage
 from flexmarl.core.run_effects import Commit, CountVertices, VoidRows
 from flexmarl.core.states import VoidReason
@@ -23,13 +24,20 @@ MAX_COUNTS = 4
 
 
 class BatchEnd:
-    """Steps from "all is trained" to the commit, one at a time."""
+    """Steps from "all is trained" to the commit, one at a time.
 
-    def __init__(self, batch: BatchGroups, training: Training) -> None:
+    Args:
+        batch: The batch.
+        training: Its policies.
+        idle: Ends a run that trains nothing.
+    """
+
+    def __init__(self, batch: BatchGroups, training: Training, idle: IdleWatch) -> None:
         self.busy = False
         self.failure: RunFailure | None = None
         self._batch = batch
         self._training = training
+        self._idle = idle
         self._leftovers: tuple[Row, ...] = ()
         self._counts = 0
         self._proven = False
@@ -69,12 +77,19 @@ class BatchEnd:
         self.busy = False
         self._leftovers = ()
 
-    def counted(self, open_rows: tuple[Row, ...]) -> None:
+    def counted(self, open_rows: tuple[Row, ...], voided: Mapping[VoidReason, int]) -> None:
         """The store has counted."""
         self.busy = False
         self._counts += 1
         self._leftovers = open_rows
         self._proven = not open_rows
+        if self._proven:
+            self.failure = self._idle.judge(
+                self._batch.number,
+                trained=bool(self._training.consumed),
+                voided=voided,
+                sample_failure=self._batch.sample_failure,
+            )
         if open_rows and self._counts >= MAX_COUNTS:
             self.failure = RunFailure(
                 reason="INTERNAL",

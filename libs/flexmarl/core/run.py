@@ -20,6 +20,7 @@ from flexmarl.core.batch import BatchGroups, BatchRules
 from flexmarl.core.batch_end import BatchEnd
 from flexmarl.core.closure import FailureWatch
 from flexmarl.core.dataset_order import DatasetOrder
+from flexmarl.core.idle import IdleWatch
 from flexmarl.core.ids import BatchId, SampleId
 from flexmarl.core.recovery import restore_batch
 from flexmarl.core.run_effects import (
@@ -120,6 +121,7 @@ class RunCore:
         self._rules = rules
         self._order = order
         self._watch = FailureWatch(rules.batch.samples_per_group, num_done=stored.version or 0)
+        self._idle = IdleWatch(rules.batch.advantage.scope)
         self._rollout = _Rollout()
         self._trainers_asked: set[str] = set()
         self._timers: dict[str, float] = {}
@@ -263,7 +265,7 @@ class RunCore:
                 end.voided()
             case CountVertices():
                 assert isinstance(result, Counted), "CountVertices ends with the open rows"
-                end.counted(result.open_rows)
+                end.counted(result.open_rows, result.voided)
             case _:
                 assert_never(effect)
 
@@ -367,7 +369,7 @@ class RunCore:
             query_at=lambda ordinal: self._order.row_at(self._order.advance(start, ordinal)),
             watch=self._watch,
         )
-        self._end = BatchEnd(self.batch, self.training)
+        self._end = BatchEnd(self.batch, self.training, self._idle)
         self.training.begin_batch(self.batch.batch)
 
     def _new_timers(self, effects: Iterable[Effect]) -> Iterator[Effect]:

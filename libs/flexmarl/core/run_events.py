@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flexmarl.core.dataset_order import Cursor
 from flexmarl.core.run_effects import GroupSpec, Work
-from flexmarl.core.states import GroupStatus
+from flexmarl.core.states import GroupStatus, VoidReason
 from flexmarl.core.training_rows import Row, RunFailure, SampleFact
 
 
@@ -62,9 +62,10 @@ class StateSaved:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """End of `CountVertices`: rows that are neither consumed nor void, by vertex id."""
+    """End of `CountVertices`: rows that are neither consumed nor void, and void ones by reason."""
 
     open_rows: tuple[Row, ...]
+    voided: Mapping[VoidReason, int] = field(default_factory=dict)
 
 
 Result = RowsRead | TrainerOpened | Computed | StateSaved | Counted | None

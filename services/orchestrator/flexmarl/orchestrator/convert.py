@@ -14,6 +14,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import SampleId
 from flexmarl.core.run_effects import CloseGroup
 from flexmarl.core.run_events import StateFact
+from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import Rewards, Row, RowVoid, RunFailure, SampleFact
 
 DONE = common_pb2.VERTEX_STATUS_DONE
@@ -87,6 +88,16 @@ def row_ref(row: Row) -> common_pb2.VertexRef:
 def voided_row(item: RowVoid) -> store_pb.VoidedRow:
     """Message of a void row."""
     return store_pb.VoidedRow(row=row_ref(item.row), reason=VOID_REASON.to_wire(item.reason))
+
+
+def voided_by_reason(counts: store_pb.CountVerticesResponse) -> dict[VoidReason, int]:
+    """Void rows of a batch by reason, over all policies."""
+    total: dict[VoidReason, int] = {}
+    for policy in counts.policies.values():
+        for name, count in policy.voided.items():
+            reason = VoidReason(name)
+            total[reason] = total.get(reason, 0) + count
+    return total
 
 
 def closure_of(effect: CloseGroup) -> store_pb.GroupClosure:

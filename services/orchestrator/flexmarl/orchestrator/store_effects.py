@@ -33,6 +33,7 @@ from flexmarl.orchestrator.convert import (
     policy_manifest,
     row_of,
     row_ref,
+    voided_by_reason,
     voided_row,
 )
 from flexmarl.runtime.aio import Coalescer
@@ -130,7 +131,7 @@ class StoreEffects:
         )
         refs = self._counts.open_rows
         if not refs:
-            return Counted(())
+            return Counted((), voided_by_reason(self._counts))
         vertices = await context.store.get_vertices(context.run_id, refs, view=pb.VERTEX_VIEW_META)
         shard = context.home.name
         return Counted(tuple(row_of(vertex.meta, shard=shard) for vertex in vertices))
