@@ -33,21 +33,40 @@ def run_config() -> RunConfig:
 
 def test_plain_lines_of_a_recorded_run():
     lines: list[str] = []
-    with PlainView(lines.append) as view:
+    now = 0.0
+    with PlainView(lines.append, clock=lambda: now) as view:
         view.say("starting the cluster ...")
         view.update(message(stage="starting", waits=("splitter-0: importing", "slot0: warming")))
         view.update(message(stage="starting", waits=("splitter-0: importing", "slot0: warming")))
         view.update(message(waits=("8 samples",)))
+        view.update(message(waits=("7 samples",)))
         view.update(message(report(0, 0.125), report(1, 0.25)))
+        view.update(message())
+        now = 10.0
+        view.update(message(waits=("a", "b", "c", "d")))
         view.update(message())
     assert lines == [
         "starting the cluster ...",
         "waiting for: splitter-0: importing; slot0: warming",
+        # The wait is over: it must not be the last thing on the screen during the rollout.
+        "batch 2: rollout, 5 of 32 samples ended, 1 of 4 groups; waiting for: 8 samples",
         "version 0/60  team 0.125  sorter 0.062  step 1.25 s (rollout 0.75, training tail 0.50)  "
         "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
         "version 1/60  team 0.250  sorter 0.125  step 1.25 s (rollout 0.75, training tail 0.50)  "
         "tokens/s sampled 3000, trained 7000  groups dropped 1  rows void 2",
+        # A sign of life after a silence.
+        "batch 2: rollout, 5 of 32 samples ended, 1 of 4 groups; waiting for: a; b; c (and 1 more)",
     ]
+
+
+def test_a_policy_that_trains_on_nothing_is_named_with_the_reasons():
+    lines: list[str] = []
+    given = report(0, 0.125)
+    given.batch.policies["merger"].voided["no_reward"] = 16
+    given.batch.policies["merger"].finished = 16
+    PlainView(lines.append).update(message(given))
+    assert lines[0].endswith("rows void 18  not trained: merger (no_reward 16)")
+    assert numbers_of(given).to_json()["rows_void/merger/no_reward"] == 16
 
 
 def test_the_screen_shows_what_matters():
@@ -71,6 +90,14 @@ def test_the_screen_shows_what_matters():
         assert part in text, text
     row = next(line for line in text.splitlines() if "sorter-0 v2" in line)
     assert row.split()[:4] == ["sorter", "7", "9", "12"]
+
+
+def test_the_screen_names_a_policy_that_trains_on_nothing():
+    console = Console(width=140, record=True, force_terminal=False)
+    given = report(1, 0.25)
+    given.batch.policies["merger"].voided["no_reward"] = 16
+    console.print(render(message().progress, [numbers_of(given)], elapsed_s=12.0))
+    assert "not trained at version 1: merger (no_reward 16)" in console.export_text()
 
 
 def test_the_live_view_ends_with_the_last_state(capsys):

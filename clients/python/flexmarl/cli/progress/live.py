@@ -82,6 +82,9 @@ def render(
     parts: list[RenderableType] = [_heading(progress, history, elapsed_s)]
     if history:
         parts += [_rewards(history), _step(history[-1])]
+        if history[-1].idle:
+            idle = ", ".join(history[-1].idle)
+            parts.append(Text(f"not trained at version {history[-1].version}: {idle}", style="red"))
     parts += [_policies(progress), _slots(progress)]
     parts += [Text(f"waits for: {wait}", style="yellow") for wait in progress.waits]
     return Group(*parts)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.progress.report import AGENT_PREFIX, VersionNumbers
 from flexmarl.runtime.run_config import RunConfig
@@ -15,9 +16,10 @@ from flexmarl.runtime.run_config import RunConfig
 class RunOutputs:
     """Writes what a run leaves for people.
 
-    `config.json` is written at the start, `metrics.jsonl` a line per version as it comes, the plot
-    at the end. Opening the folder again (a resumed run) writes `metrics.jsonl` anew: the
-    orchestrator reports every committed version again.
+    The folder appears with the first version: a run that ends before that leaves nothing here.
+    `config.json` is written then, `metrics.jsonl` a line per version as it comes, the plot at the
+    end. Opening the folder again (a resumed run) writes `metrics.jsonl` anew: the orchestrator
+    reports every committed version again.
 
     Args:
         folder: `runs/<id>`.
@@ -27,6 +29,7 @@ class RunOutputs:
         self.folder = folder
         self.history: list[VersionNumbers] = []
         self._metrics: IO[str] | None = None
+        self._config: RunConfig | None = None
 
     @property
     def metrics_file(self) -> Path:
@@ -48,20 +51,25 @@ class RunOutputs:
         return self.folder / "policies" / policy
 
     def open(self, config: RunConfig) -> None:
-        """Make the folder and write the configuration."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(config.model_dump(mode="json"), indent=2)
-        self.config_file.write_text(text + "\n", encoding="utf-8")
-        self._metrics = self.metrics_file.open("w", encoding="utf-8")
+        """Take the configuration, to be written with the first version."""
+        self._config = config
 
     def add(self, numbers: VersionNumbers) -> None:
         """Append a version; a version that was there already is left out."""
         if any(item.version == numbers.version for item in self.history):
             return
-        assert self._metrics is not None, "open comes first"
         self.history.append(numbers)
-        self._metrics.write(json.dumps(numbers.to_json()) + "\n")
-        self._metrics.flush()
+        metrics = self._metrics or self._begin()
+        metrics.write(json.dumps(numbers.to_json()) + "\n")
+        metrics.flush()
+
+    def _begin(self) -> IO[str]:
+        assert self._config is not None, "open comes first"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self._config.model_dump(mode="json"), indent=2)
+        self.config_file.write_text(text + "\n", encoding="utf-8")
+        self._metrics = self.metrics_file.open("w", encoding="utf-8")
+        return self._metrics
 
     def close(self) -> None:
         """Close the files."""
@@ -80,6 +88,12 @@ class RunOutputs:
             return None
         plot_rewards(rewards, self.plot_file)
         return self.plot_file
+
+
+def is_complete(folder: Path, run: graph_pb2.Run) -> bool:
+    """Whether the folder of a finished run has the weights of every policy."""
+    outputs = RunOutputs(folder)
+    return all(outputs.policy_folder(name).is_dir() for name in run.models)
 
 
 def check_new(folder: Path) -> None:
@@ -113,6 +127,6 @@ def summary(history: Sequence[VersionNumbers]) -> list[str]:
                 f"{sum(values) / len(values):.3f} over the last {len(values)}"
             )
     consumed = sum(sum(item.consumed.values()) for item in history)
-    voided = sum(sum(item.voided.values()) for item in history)
+    voided = sum(item.num_voided for item in history)
     lines.append(f"rows: {consumed} trained on, {voided} void")
     return lines

@@ -1,8 +1,15 @@
-"""Progress for a log file or a pipe: one line per version, and one for a new wait at the start."""
+"""Progress for a log file or a pipe: one line per version, and signs of life in between.
+
+At the start every new wait is a line. When the last of them is over, and whenever nothing was said
+for `QUIET_S`, a line says where the batch stands: what is on the screen last is never stale for
+longer than that.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
@@ -13,7 +20,11 @@ from flexmarl.cli.progress.report import (
     numbers_of,
 )
 
+QUIET_S: Final = 10.0
+"""Longest time without a line while a run goes on."""
+
 _RUNNING = common_pb2.RUN_STATUS_RUNNING
+_MAX_WAITS: Final = 3
 
 
 class PlainView:
@@ -21,11 +32,16 @@ class PlainView:
 
     Args:
         write: Takes a line.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(
+        self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._write = write
+        self._clock = clock
         self._last_wait = ""
+        self._said_s = clock()
 
     def __enter__(self) -> PlainView:
         return self
@@ -38,17 +54,24 @@ class PlainView:
 
     def say(self, line: str) -> None:
         """Show a line about the cluster."""
-        self._write(line)
+        self._say(line)
 
     def update(self, message: orchestrator_pb2.WatchProgressResponse) -> None:
         """Show what a message brings."""
         for report in message.reports:
-            self._write(version_line(numbers_of(report), message.progress.num_versions))
+            self._say(version_line(numbers_of(report), message.progress.num_versions))
         wait = wait_line(message.progress)
         if wait and wait != self._last_wait:
-            self._write(wait)
-        if wait or message.reports:
-            self._last_wait = wait
+            self._say(wait)
+        elif not message.reports and message.progress.status == _RUNNING:
+            over = self._last_wait and not wait
+            if over or self._clock() - self._said_s >= QUIET_S:
+                self._say(status_line(message.progress))
+        self._last_wait = wait
+
+    def _say(self, line: str) -> None:
+        self._said_s = self._clock()
+        self._write(line)
 
 
 def version_line(numbers: VersionNumbers, num_versions: int) -> str:
@@ -66,9 +89,10 @@ def version_line(numbers: VersionNumbers, num_versions: int) -> str:
         )
     if numbers.num_groups[1]:
         parts.append(f"groups dropped {numbers.num_groups[1]}")
-    voided = sum(numbers.voided.values())
-    if voided:
-        parts.append(f"rows void {voided}")
+    if numbers.num_voided:
+        parts.append(f"rows void {numbers.num_voided}")
+    if numbers.idle:
+        parts.append(f"not trained: {', '.join(numbers.idle)}")
     return "  ".join(parts)
 
 
@@ -77,6 +101,21 @@ def wait_line(progress: orchestrator_pb2.RunProgress) -> str:
     if progress.status != _RUNNING or progress.stage != "starting" or not progress.waits:
         return ""
     return f"waiting for: {'; '.join(progress.waits)}"
+
+
+def status_line(progress: orchestrator_pb2.RunProgress) -> str:
+    """Where the batch stands: "batch 3: rollout, 5 of 32 samples ended, 1 of 4 groups"."""
+    line = f"batch {progress.version}: {progress.stage}"
+    if progress.num_samples:
+        line += (
+            f", {progress.num_samples_ended} of {progress.num_samples} samples ended, "
+            f"{progress.num_groups_closed} of {progress.num_groups} groups"
+        )
+    waits = list(progress.waits)
+    if waits:
+        more = f" (and {len(waits) - _MAX_WAITS} more)" if len(waits) > _MAX_WAITS else ""
+        line += f"; waiting for: {'; '.join(waits[:_MAX_WAITS])}{more}"
+    return line
 
 
 def _step_parts(numbers: VersionNumbers) -> str:

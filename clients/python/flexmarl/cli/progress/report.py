@@ -23,7 +23,7 @@ class VersionNumbers:
         metrics: Numbers by name; what is not finite is left out.
         num_groups: Groups that were trained on, and dropped.
         consumed: Rows in the update, by policy.
-        voided: Rows not trained on, by policy.
+        voided: Rows not trained on, by policy and reason.
         committed_unix_ns: Time of the commit that ended the batch.
     """
 
@@ -31,7 +31,7 @@ class VersionNumbers:
     metrics: Mapping[str, float]
     num_groups: tuple[int, int]
     consumed: Mapping[str, int]
-    voided: Mapping[str, int]
+    voided: Mapping[str, Mapping[str, int]]
     committed_unix_ns: int
 
     @property
@@ -52,6 +52,21 @@ class VersionNumbers:
             for name, value in self.under(STEP_PREFIX).items()
         }
 
+    @property
+    def num_voided(self) -> int:
+        """Rows not trained on."""
+        return sum(sum(reasons.values()) for reasons in self.voided.values())
+
+    @property
+    def idle(self) -> list[str]:
+        """Policies that had rows and trained on none of them, each with why."""
+        lines = []
+        for policy, reasons in sorted(self.voided.items()):
+            if reasons and not self.consumed.get(policy):
+                why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
+                lines.append(f"{policy} ({why})")
+        return lines
+
     def under(self, prefix: str) -> dict[str, float]:
         """Metrics below a prefix, without it, sorted by name."""
         return {
@@ -68,7 +83,12 @@ class VersionNumbers:
             "groups_closed": self.num_groups[0],
             "groups_dropped": self.num_groups[1],
             **{f"rows_consumed/{name}": count for name, count in sorted(self.consumed.items())},
-            **{f"rows_void/{name}": count for name, count in sorted(self.voided.items())},
+            **{f"rows_void/{name}": sum(r.values()) for name, r in sorted(self.voided.items())},
+            **{
+                f"rows_void/{name}/{reason}": count
+                for name, reasons in sorted(self.voided.items())
+                for reason, count in sorted(reasons.items())
+            },
             "committed_unix_ns": self.committed_unix_ns,
         }
 
@@ -82,6 +102,6 @@ def numbers_of(report: orchestrator_pb2.VersionReport) -> VersionNumbers:
         metrics={name: value for name, value in batch.metrics.items() if math.isfinite(value)},
         num_groups=(batch.num_groups_closed, batch.num_groups_dropped),
         consumed={name: counts.consumed for name, counts in policies.items()},
-        voided={name: sum(counts.voided.values()) for name, counts in policies.items()},
+        voided={name: dict(counts.voided) for name, counts in policies.items()},
         committed_unix_ns=report.committed_unix_ns,
     )
