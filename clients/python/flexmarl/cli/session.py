@@ -62,6 +62,7 @@ class Job:
         settings: What a new local cluster is started with.
         addresses: Cluster that the user named; None: a local one.
         begin: Stores and submits the run, or resumes it; returns its configuration.
+        is_stored: Whether the store has the run already.
     """
 
     run_id: str
@@ -70,6 +71,14 @@ class Job:
     settings: ClusterSettings
     addresses: Addresses | None
     begin: Callable[[Clients], Awaitable[RunConfig]]
+    is_stored: bool = False
+
+
+@dataclass(slots=True)
+class _Stored:
+    """Whether there is a run to resume: one that was cut before it was stored is not there."""
+
+    run: bool
 
 
 async def run_job(job: Job) -> int:
@@ -80,14 +89,15 @@ async def run_job(job: Job) -> int:
     """
     configure_logging(LogConfig(file=job.cluster_folder.log("cli")), service="cli")
     outputs = RunOutputs(job.folder)
+    stored = _Stored(job.is_stored)
     view = make_view()
     async with InterruptGuard() as guard:
         guard.on_second(view.close)
         try:
             with view:
-                progress = await _run(job, outputs, view, guard)
+                progress = await _run(job, outputs, view, guard, stored)
         except Interrupted:
-            print_line(f"interrupted; go on with: flexmarl resume {job.run_id}")
+            print_line(_interrupted_line(job.run_id, stored))
             return EXIT_INTERRUPTED
         finally:
             outputs.close()
@@ -95,13 +105,13 @@ async def run_job(job: Job) -> int:
 
 
 async def _run(
-    job: Job, outputs: RunOutputs, view: View, guard: InterruptGuard
+    job: Job, outputs: RunOutputs, view: View, guard: InterruptGuard, stored: _Stored
 ) -> orchestrator_pb2.RunProgress:
     async with (
         _cluster(job, view, guard) as (addresses, failed),
         connect_cluster(addresses) as clients,
     ):
-        work = _first(_train(job, clients, outputs, view), failed)
+        work = _first(_train(job, clients, outputs, view, stored), failed)
         try:
             return await guard.run(work)
         except Interrupted:
@@ -134,9 +144,10 @@ async def _cluster(
 
 
 async def _train(
-    job: Job, clients: Clients, outputs: RunOutputs, view: View
+    job: Job, clients: Clients, outputs: RunOutputs, view: View, stored: _Stored
 ) -> orchestrator_pb2.RunProgress:
     config = await job.begin(clients)
+    stored.run = True
     outputs.open(config)
     view.say(f"run {job.run_id}, metrics in {outputs.metrics_file}")
 
@@ -194,6 +205,12 @@ def _verdict(job: Job, progress: orchestrator_pb2.RunProgress, outputs: RunOutpu
         print_line(f"stopped at version {progress.version}: flexmarl resume {job.run_id}")
         return EXIT_FAILED
     return 0
+
+
+def _interrupted_line(run_id: str, stored: _Stored) -> str:
+    if stored.run:
+        return f"interrupted; go on with: flexmarl resume {run_id}"
+    return "interrupted before the run was stored: train again"
 
 
 def failed_line(progress: orchestrator_pb2.RunProgress) -> str:

@@ -12,6 +12,7 @@ from flexmarl.cli.cluster.attach import parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.plan import STORE, ClusterSettings
 from flexmarl.cli.errors import CliError
+from flexmarl.cli.progress.outputs import is_complete
 from flexmarl.cli.session import Job, run_job
 from flexmarl.core.ids import check_name
 from flexmarl.runtime.run_config import RunConfig
@@ -29,19 +30,23 @@ def resume(run_id: str, *, cluster: Sequence[str], out: Path, data_dir: Path) ->
     if addresses is None and not folder.service(STORE).is_dir():
         raise CliError(f"{data_dir}: no runs are stored there; name the folder with --data-dir")
 
+    run_folder = (out / run_id).resolve()
+
     async def begin(clients: Clients) -> RunConfig:
         run = await clients.store.get_run(run_id)
-        if run.status == common_pb2.RUN_STATUS_FINISHED:
+        # Finished, but its folder is not: the command was interrupted while it wrote the weights.
+        if run.status == common_pb2.RUN_STATUS_FINISHED and is_complete(run_folder, run):
             raise CliError(f"run {run_id} is finished; look at it: flexmarl show {run_id}")
         await clients.orchestrator.resume_run(run_id, home_shard=clients.home_shard)
         return RunConfig.model_validate_json(run.config_json)
 
     job = Job(
         run_id=run_id,
-        folder=(out / run_id).resolve(),
+        folder=run_folder,
         cluster_folder=folder,
         settings=ClusterSettings.from_json(read_json(folder.settings_file) or {}),
         addresses=addresses,
         begin=begin,
+        is_stored=True,
     )
     return asyncio.run(run_job(job))
