@@ -18,6 +18,8 @@ from flexmarl.cli.cluster.attach import find_running, parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.local import LocalCluster
 from flexmarl.cli.cluster.plan import STORE, ClusterSettings
+from flexmarl.cli.cluster.purge import purge_folder
+from flexmarl.cli.commands.cluster import down
 from flexmarl.cli.errors import CliError
 from flexmarl.client.store import StoreClient
 
@@ -181,6 +183,39 @@ async def test_services_die_with_the_process_that_runs_them(folder):
     cluster = cluster_of(folder, [])
     await cluster.start()
     await cluster.stop()
+
+
+async def test_a_purge_frees_disk_and_memory_and_leaves_what_is_not_the_clusters(folder):
+    cluster = cluster_of(folder, [])
+    await cluster.start()
+    shm = Path("/dev/shm") / f"flexmarl-test-{os.getpid()}"
+    try:
+        with pytest.raises(CliError, match="in use by process"):
+            purge_folder(folder)
+    finally:
+        await cluster.stop()
+    # What a run leaves to be resumed.
+    shm.mkdir(exist_ok=True)
+    (shm / "0123-4567.seg").write_bytes(bytes(1000))
+    (shm / "somebody.else").write_bytes(b"x")
+    (folder.path / "notes.txt").write_text("mine")
+    assert purge_folder(folder) > 1000
+    assert [path.name for path in shm.iterdir()] == ["somebody.else"]
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+    with pytest.raises(CliError, match="no cluster was started there"):
+        purge_folder(folder)
+    assert (folder.path / "notes.txt").exists()
+
+
+async def test_a_purged_folder_is_gone_and_can_be_used_again(folder):
+    cluster = cluster_of(folder, [])
+    await cluster.start()
+    await cluster.stop()
+    await asyncio.to_thread(down, folder.path, purge=True)
+    assert not folder.path.exists()
+    again = cluster_of(folder, [])
+    await again.start()
+    await again.stop()
 
 
 def test_a_foreign_pid_is_no_cluster(folder):

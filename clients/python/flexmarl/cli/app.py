@@ -108,11 +108,17 @@ def up(
 
 
 @app.command()
-def down(data_dir: DataDir = _DATA_DIR) -> None:
-    """Stop the local cluster."""
+def down(
+    data_dir: DataDir = _DATA_DIR,
+    purge: Annotated[
+        bool,
+        typer.Option("--purge", help="Remove its stored runs, too, and free their memory."),
+    ] = False,
+) -> None:
+    """Stop the local cluster; stored runs stay, to be resumed, unless `--purge` is given."""
     from flexmarl.cli.commands.cluster import down as command
 
-    command(data_dir)
+    command(data_dir, purge=purge)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from flexmarl.meg_store.shard import Shard
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.metrics import GaugeSource
-from flexmarl.runtime.server import GrpcServer
+from flexmarl.runtime.server import GrpcServer, write_json_atomically
 
 _log = get_logger(__name__)
 
@@ -44,6 +44,10 @@ async def serve(config: MegStoreConfig) -> None:
     except BaseException:
         await server.stop()
         raise
+    # Whoever removes this shard's data must find what lies outside of its folder, too.
+    write_json_atomically(
+        config.store.data_dir / "memory_tier.json", {"folder": str(config.store.memory_dir)}
+    )
     background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
     shard = Shard(backend, config.store, on_fatal=_die, start=background.start)
     await shard.recover()

@@ -60,6 +60,13 @@ class ClusterFolder:
         """Logs of the services."""
         return self.path / "logs"
 
+    def entries(self) -> list[Path]:
+        """All that a cluster keeps here; the lock is the last, held until the rest is gone."""
+        files = (self.cluster_file, self.settings_file, self.ports_file, self.children_file)
+        folders = (self.path / "services", self.logs, self.cache)
+        lock = self.path / "lock"
+        return [path for path in (*files, *folders, lock) if path.exists()]
+
     def service(self, name: str) -> Path:
         """Folder of one service."""
         return self.path / "services" / name

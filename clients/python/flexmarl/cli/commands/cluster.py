@@ -16,6 +16,7 @@ from flexmarl.cli.cluster.attach import RunningCluster, find_running
 from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s
 from flexmarl.cli.cluster.local import START_TIMEOUT_S
 from flexmarl.cli.cluster.plan import ClusterSettings, plan_services
+from flexmarl.cli.cluster.purge import purge_folder
 from flexmarl.cli.errors import EXIT_FAILED, CliError
 from flexmarl.cli.output import print_json, print_line, print_table
 
@@ -60,16 +61,28 @@ def up(
 _SHORT: Final = ("service", "address", "pid", "log")
 
 
-def down(data_dir: Path) -> None:
+def down(data_dir: Path, *, purge: bool = False) -> None:
     """Stop the cluster and wait until it is gone.
 
+    Args:
+        data_dir: Its folder.
+        purge: Remove what it has stored, on disk and in memory; then none has to run.
+
     Raises:
-        CliError: None runs, or it does not stop.
+        CliError: None runs, or it does not stop; or there is nothing to remove.
     """
     folder = ClusterFolder(data_dir.resolve())
     running = find_running(folder)
-    if running is None:
+    if running is None and not purge:
         raise CliError(f"{data_dir}: no cluster runs there")
+    if running is not None:
+        _stop(running)
+    if purge:
+        freed = purge_folder(folder)
+        print_line(f"removed {data_dir}, {freed / 1e6:.1f} MB")
+
+
+def _stop(running: RunningCluster) -> None:
     os.kill(running.pid, signal.SIGTERM)
     end = time.monotonic() + _DOWN_TIMEOUT_S
     while process_start_s(running.pid) is not None:
