@@ -58,6 +58,22 @@ def test_an_unknown_key_on_the_command_line(refused):
     assert "'batch.gropus'" in refused("--set", "batch.gropus=3")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("agents.solver.max_token", "agents.solver.max_tokens"),
+        ("policies.solver.rolout", "policies.solver.rollout"),
+        ("policies.solver.optimizer.leraning_rate", None),
+        ("policies.solver.optimizer.wieght_decay", "policies.solver.optimizer.weight_decay"),
+        ("policies.solver.lr", "policies.solver.optimizer.lr"),
+    ],
+)
+def test_an_unknown_key_below_a_name(refused, wrong: str, right: str | None):
+    said = refused("--set", f"{wrong}=1")
+    assert f"unknown key '{wrong}'" in said
+    assert right is None or f"did you mean '{right}'?" in said
+
+
 def test_a_config_that_is_no_toml(run_files, refused):
     run_files.config.write_text("name = ")
     assert f"{run_files.config}: not TOML" in refused()
@@ -205,13 +221,34 @@ def test_a_module_that_does_not_end(run_files, refused, monkeypatch):
 
 @pytest.mark.parametrize(
     ("prompt", "why"),
-    [("{digits", "expected '}'"), ("{}>", "placeholder {}"), ("{digits.real}", "digits.real")],
+    [
+        ("{digits", "expected '}'"),
+        ("{}>", "placeholder {}"),
+        ("{digits.real}", "digits.real"),
+        ("{digits:>4}", "digits:>4"),
+        ("{digits!r}", "digits!r"),
+    ],
 )
 def test_a_prompt_that_no_call_can_fill(run_files, refused, prompt: str, why: str):
     run_files.edit('prompt = "{digits}>"', f'prompt = "{prompt}"')
     said = refused()
     assert "agents.solver.prompt" in said
     assert why in said
+
+
+def test_braces_in_a_system_message_are_text(run_files, refused):
+    run_files.edit("max_tokens = 4", "max_tokens = 4\nsystem = 'Answer as {\"a\": 1}'")
+    # Looked at after the prompts: a later problem shows that they passed.
+    assert "no folder" in refused("--set", "policies.solver.model.path=nowhere")
+
+
+def test_a_chat_with_a_model_that_cannot(run_files, refused):
+    said = refused("--set", "agents.solver.chat=true")
+    assert "agents.solver.chat" in said
+    assert "no chat template" in said
+    (run_files.model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    said = refused("--set", "agents.solver.chat=true", "--set", "workflow.package=nowhere")
+    assert "workflow.package" in said
 
 
 def test_fewer_instances_than_policies(refused):

@@ -17,7 +17,8 @@ def check_models(config: RunConfig) -> None:
 
     Raises:
         CliError: A folder is missing, is no Hugging Face model folder, has no tokenizer or no
-            weights, or leaves no room for an agent's response.
+            weights, leaves no room for an agent's response, or has no chat template for an agent
+            that chats.
     """
     for name, policy in config.policies.items():
         _check_model(f"policies.{name}.model.path", policy)
@@ -28,6 +29,11 @@ def check_models(config: RunConfig) -> None:
             raise CliError(
                 f"agents.{name}.max_tokens = {agent.max_tokens} leaves no room for a prompt: "
                 f"policy {agent.policy!r} takes {limit} tokens in all"
+            )
+        if agent.chat and not _has_chat_template(policy.model.path):
+            raise CliError(
+                f"agents.{name}.chat: the model of policy {agent.policy!r} ({policy.model.path}) "
+                "has no chat template; set chat = false or use an instruction-tuned model"
             )
 
 
@@ -50,6 +56,13 @@ def _check_model(key: str, policy: PolicyConfig) -> None:
             f"{key}: {folder} has no weights (*.safetensors); add them, or set "
             'model.init = "random" to start from drawn ones'
         )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(_read_json(path, "model.path").get("chat_template"))
 
 
 def _config_of(folder: Path, key: str) -> dict[str, Any]:

@@ -16,14 +16,18 @@ def check_prompts(config: RunConfig) -> None:
             by keyword, and attribute or index access would reach into the user's objects.
     """
     for name, agent in config.agents.items():
-        for key, template in (("prompt", agent.prompt), ("system", agent.system)):
-            if template is not None:
-                _check_template(f"agents.{name}.{key}", template)
+        # A system message is no template: it goes to the model as it stands.
+        if agent.prompt is not None:
+            _check_template(f"agents.{name}.prompt", agent.prompt)
 
 
 def _check_template(key: str, template: str) -> None:
     try:
-        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        fields = [
+            field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            for _, field, spec, conversion in Formatter().parse(template)
+            if field is not None
+        ]
     except ValueError as error:
         raise CliError(f"{key}: {error}; write a brace as {{{{ or }}}}") from None
     for field in fields:
