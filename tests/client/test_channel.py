@@ -11,10 +11,11 @@ from runtime.echo_service import Echo, path, serving
 from flexmarl.client import errors
 from flexmarl.client.channel import connect
 from flexmarl.client.request import new_request_id
+from flexmarl.core import keepalive
 from flexmarl.core.call_context import bind_ids, reset_ids, set_deadline
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
-from flexmarl.core.retry import RetryPolicy, patient
+from flexmarl.core.retry import NO_RETRY, RetryPolicy, patient
 from flexmarl.runtime.config import ServerConfig
 
 
@@ -216,6 +217,23 @@ async def test_large_messages_pass_up_to_the_limit(channel):
     with pytest.raises(errors.ExhaustedError) as caught:
         await unary(bytes(MAX_MESSAGE_BYTES + 1))
     assert caught.value.reason is ErrorReason.MESSAGE_TOO_LARGE
+    assert str(MAX_MESSAGE_BYTES) in caught.value.message
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+async def test_a_silent_call_outlasts_many_pings(echo, monkeypatch, tolerant):
+    """G3: the intervals of both ends as they are, a hundred times as fast.
+
+    The intolerant server proves that pings are sent and that a test of this kind can fail.
+    """
+    for name in ("CLIENT_PING_INTERVAL_MS", "SERVER_MIN_PING_INTERVAL_MS"):
+        monkeypatch.setattr(keepalive, name, getattr(keepalive, name) // 100)
+    if not tolerant:
+        monkeypatch.setattr(keepalive, "SERVER_MIN_PING_INTERVAL_MS", 300_000)
+    async with serving(echo) as server, connect(server.address, retry=NO_RETRY) as channel:
+        silent = channel.unary_unary(path("Sleep"))(b"", timeout=2)
+        with pytest.raises(errors.DeadlineError if tolerant else errors.UnavailableError):
+            await silent
 
 
 def test_request_ids_differ():

@@ -64,6 +64,20 @@ def test_agrees_with_verl_in_groups_by_id(name: str, rule: AdvantageRule) -> Non
         assert got == pytest.approx([expected[i] for i in members], abs=1e-6)
 
 
+@pytest.mark.parametrize("scope", ["group", "agent", "call_site"])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_samples_of_one_query_are_compared_and_not_each_with_itself(scope, calls) -> None:
+    """E1: rewards 1, 0, 1, 0; a group per trajectory would hand the raw rewards on."""
+    samples = [
+        sample(f"s{i}", Rewards(team=reward), *(row(f"s{i}", f"0:{n}") for n in range(calls)))
+        for i, reward in enumerate([1.0, 0.0, 1.0, 0.0])
+    ]
+    result = group_advantages(samples, AdvantageRule(scope=scope, normalize_std=False))
+    assert [item.advantage for item in result.released] == [
+        value for value in (0.5, -0.5, 0.5, -0.5) for _ in range(calls)
+    ]
+
+
 def test_a_single_sample_has_nothing_to_be_compared_with() -> None:
     # verl takes the raw reward here, which is a policy gradient without a baseline.
     assert team([1.0], STD) == [0.0]

@@ -54,6 +54,17 @@ async def test_rows_come_back_as_written(store, term):
     assert not metas[0].HasField("payload")
 
 
+async def test_log_probabilities_and_numbers_keep_every_digit(store, term):
+    """G5: neither a float32 nor JSON's numbers in between."""
+    vertex = a_vertex(0)
+    vertex.payload.logprobs[0] = -1.2345678901234567
+    vertex.meta.finished_unix_ns = 2**63 - 1
+    await store.write_graph(RUN, term=term, groups=[a_group()], vertices=[vertex])
+    (found,) = await store.get_vertices(RUN, [ref(vertex)])
+    assert found.payload.logprobs[0] == -1.2345678901234567
+    assert found.meta.finished_unix_ns == 2**63 - 1
+
+
 async def test_late_result_is_recorded_and_never_used(opened, store, term):
     """B3, B4: the first result stays; a later attempt is a duplicate."""
     await store.write_graph(RUN, term=term, groups=[a_group()])

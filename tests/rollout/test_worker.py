@@ -588,6 +588,13 @@ async def test_user_code_that_holds_the_loop_ends_its_worker_and_is_named(
     assert word in report["message"]
 
 
+async def test_outputs_with_lone_surrogates_are_stored(bench):
+    """G5: whatever text a workflow returns, the sample's end can be sent."""
+    _, end = await bench.one("async def team(ctx, q):\n    return 'a\\ud800b'\n" + REWARD)
+    assert end.status == DONE, end.failure
+    assert json.loads(end.output_json) == "a\ud800b"
+
+
 async def test_prompts_with_lone_surrogates_are_encoded(bench):
     source = "async def team(ctx, q):\n    await ctx.call('echo', text='a\\ud800b')\n" + REWARD
     worker, end = await bench.one(source)
