@@ -222,16 +222,16 @@ async def test_large_messages_pass_up_to_the_limit(channel):
 
 @pytest.mark.parametrize("tolerant", [True, False])
 async def test_a_silent_call_outlasts_many_pings(echo, monkeypatch, tolerant):
-    """G3: the intervals of both ends as they are, a hundred times as fast.
+    """G3: the intervals of both ends as they are, twenty times as fast (gRPC pings once a second at most).
 
     The intolerant server proves that pings are sent and that a test of this kind can fail.
     """
     for name in ("CLIENT_PING_INTERVAL_MS", "SERVER_MIN_PING_INTERVAL_MS"):
-        monkeypatch.setattr(keepalive, name, getattr(keepalive, name) // 100)
+        monkeypatch.setattr(keepalive, name, getattr(keepalive, name) // 20)
     if not tolerant:
         monkeypatch.setattr(keepalive, "SERVER_MIN_PING_INTERVAL_MS", 300_000)
     async with serving(echo) as server, connect(server.address, retry=NO_RETRY) as channel:
-        silent = channel.unary_unary(path("Sleep"))(b"", timeout=2)
+        silent = channel.unary_unary(path("Sleep"))(b"", timeout=6)
         with pytest.raises(errors.DeadlineError if tolerant else errors.UnavailableError):
             await silent
 
