@@ -222,7 +222,7 @@ async def test_large_messages_pass_up_to_the_limit(channel):
 
 @pytest.mark.parametrize("tolerant", [True, False])
 async def test_a_silent_call_outlasts_many_pings(echo, monkeypatch, tolerant):
-    """G3: the intervals of both ends as they are, twenty times as fast (gRPC pings once a second at most).
+    """G3: the intervals of both ends as they are, twenty times as fast (no faster: gRPC).
 
     The intolerant server proves that pings are sent and that a test of this kind can fail.
     """
