@@ -55,7 +55,7 @@ async def follow(service: ScriptedOrchestrator, *, patience_s: float = 30.0):
     await server.start()
     versions: list[int] = []
     try:
-        async with OrchestratorClient(f"127.0.0.1:{port}") as client:
+        async with OrchestratorClient.connect(f"127.0.0.1:{port}") as client:
             progress = await follow_run(
                 client,
                 "r",

@@ -1,7 +1,6 @@
-"""Deadlines, repetition and typed errors of the client's channel, against real servers."""
+"""Deadlines and typed errors of the client's channel, against real servers."""
 
 import asyncio
-import socket
 import time
 
 import grpc
@@ -15,8 +14,6 @@ from flexmarl.core import keepalive
 from flexmarl.core.call_context import bind_ids, reset_ids, set_deadline
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
-from flexmarl.core.retry import NO_RETRY, RetryPolicy, patient
-from flexmarl.runtime.config import ServerConfig
 
 
 @pytest.fixture
@@ -31,7 +28,6 @@ async def channel(echo):
         connect(
             server.address,
             deadlines_s={path("Chat"): None, path("Forever"): None, path("Sleep"): 0.2},
-            retry=RetryPolicy(max_attempts=4, initial_s=0.001, max_s=0.01),
         ) as channel,
     ):
         yield channel
@@ -111,65 +107,16 @@ async def test_errors_of_an_inner_service_reach_the_outer_caller_unchanged():
             assert caught.value.metadata == {"key": "value"}
 
 
-async def test_unavailable_is_repeated_with_the_same_message(channel, echo):
-    echo.unavailable = 3
-    request = new_request_id().encode()
-    assert await channel.unary_unary(path("Unary"))(request) == request
-    assert echo.seen == [request] * 4
-
-
-async def test_repetition_is_bounded(channel, echo):
-    echo.unavailable = 100
-    with pytest.raises(errors.UnavailableError) as caught:
-        await channel.unary_unary(path("Unary"))(b"x")
-    assert caught.value.reason is ErrorReason.NOT_READY
-    assert len(echo.seen) == 4
-
-
-async def test_nothing_else_is_repeated(channel, echo):
+async def test_nothing_is_repeated_here(channel, echo):
     for reason in ErrorReason:
-        if reason.status == "UNAVAILABLE":
-            continue
         echo.seen.clear()
         with pytest.raises(errors.FlexMarlError):
             await channel.unary_unary(path("Fail"))(reason.value.encode())
         assert len(echo.seen) == 1
 
 
-async def test_a_call_finds_a_service_that_comes_up_meanwhile():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    patient = RetryPolicy(max_attempts=1000, initial_s=0.02, max_s=0.05)
-    async with connect(f"127.0.0.1:{port}", retry=patient) as channel:
-        call = asyncio.create_task(channel.unary_unary(path("Unary"))(b"x", timeout=30))
-        await asyncio.sleep(0.2)
-        assert not call.done()
-        async with serving(Echo(), config=ServerConfig(port=port, grace_s=0.1)):
-            assert await call == b"x"
-
-
-async def test_patience_outlasts_the_timeout_of_one_try_but_not_the_callers_time(echo):
-    echo.unavailable = 10**9
-    async with serving(echo) as server:
-        impatient = RetryPolicy(max_attempts=10**6, initial_s=0.02, max_s=0.02)
-        async with connect(server.address, retry=impatient) as channel:
-            with pytest.raises(errors.UnavailableError):
-                await channel.unary_unary(path("Unary"))(b"x", timeout=0.1)
-        async with connect(server.address, retry=patient(3600.0)) as channel:
-            call = asyncio.create_task(channel.unary_unary(path("Unary"))(b"x", timeout=0.1))
-            await asyncio.sleep(0.5)
-            assert not call.done()
-            echo.unavailable = 0
-            assert await call == b"x"
-            echo.unavailable = 10**9
-            set_deadline(time.monotonic() + 0.3)
-            with pytest.raises((errors.UnavailableError, errors.DeadlineError)):
-                await channel.unary_unary(path("Unary"))(b"x", timeout=0.1)
-
-
 async def test_nobody_there_is_unavailable_by_name():
-    async with connect("127.0.0.1:1", retry=RetryPolicy(max_attempts=2)) as channel:
+    async with connect("127.0.0.1:1") as channel:
         with pytest.raises(errors.UnavailableError, match=path("Unary")):
             await channel.unary_unary(path("Unary"))(b"")
         with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
@@ -230,7 +177,7 @@ async def test_a_silent_call_outlasts_many_pings(echo, monkeypatch, tolerant):
         monkeypatch.setattr(keepalive, name, getattr(keepalive, name) // 20)
     if not tolerant:
         monkeypatch.setattr(keepalive, "SERVER_MIN_PING_INTERVAL_MS", 300_000)
-    async with serving(echo) as server, connect(server.address, retry=NO_RETRY) as channel:
+    async with serving(echo) as server, connect(server.address) as channel:
         silent = channel.unary_unary(path("Sleep"))(b"", timeout=6)
         with pytest.raises(errors.DeadlineError if tolerant else errors.UnavailableError):
             await silent

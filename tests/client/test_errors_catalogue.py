@@ -8,7 +8,6 @@ from flexmarl.client import errors
 from flexmarl.client.channel import connect
 from flexmarl.client.errors import CLASSES, FlexMarlError, make_error
 from flexmarl.core.errors import ErrorFamily, ErrorReason
-from flexmarl.core.retry import NO_RETRY
 
 
 def test_every_family_has_its_class_and_every_class_its_family():
@@ -32,7 +31,7 @@ def test_every_status_that_grpc_makes_by_itself_has_a_reason_of_that_status():
 
 
 async def test_every_reason_survives_the_wire():
-    async with serving(Echo()) as server, connect(server.address, retry=NO_RETRY) as channel:
+    async with serving(Echo()) as server, connect(server.address) as channel:
         fail = channel.unary_unary(path("Fail"))
         for reason in ErrorReason:
             with pytest.raises(CLASSES[reason.family]) as caught:

@@ -10,7 +10,6 @@ from flexmarl.core import states
         (states.SAMPLE, states.SampleStatus),
         (states.GROUP, states.GroupStatus),
         (states.RUN, states.RunStatus),
-        (states.SEGMENT, states.SegmentStatus),
     ],
 )
 def test_tables_are_total_and_every_state_reaches_an_end(table, enum):

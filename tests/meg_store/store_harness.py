@@ -23,7 +23,7 @@ from flexmarl.meg_store.backend import Backend
 from flexmarl.meg_store.config import StoreConfig
 from flexmarl.meg_store.memory_backend import MemoryBackend
 from flexmarl.meg_store.rocks_backend import RocksBackend
-from flexmarl.meg_store.servicer import SERVICE, WATCH_METHOD, Servicer, add_to_server
+from flexmarl.meg_store.servicer import SERVICE, Servicer, add_to_server
 from flexmarl.meg_store.shard import Shard
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.config import ServerConfig
@@ -54,7 +54,6 @@ async def serving(
         name="meg_store",
         add_to_server=[partial(add_to_server, servicer)],
         services=[SERVICE],
-        long_lived=[WATCH_METHOD],
     )
     background = Background(lambda _, error: failures.append(error))
     shard = Shard(opened, config, on_fatal=failures.append, start=background.start)

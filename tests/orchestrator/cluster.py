@@ -231,10 +231,6 @@ async def cluster(
             partial(add_TrainerServiceServicer_to_server, trainer),
         ],
         services=[],
-        long_lived=[
-            "/flexmarl.api.rollout.v1alpha1.RolloutService/WatchStatus",
-            "/flexmarl.api.trainer.v1alpha1.TrainerService/WatchStatus",
-        ],
     )
     await server.start()
     store_address, address = processes.addresses
@@ -242,7 +238,7 @@ async def cluster(
     try:
         async with (
             StoreClient.connect(store_address) as store,
-            OrchestratorClient(address) as client,
+            OrchestratorClient.connect(address) as client,
         ):
             home = common.ShardAddress(name="s0", address=store_address)
             yield Cluster(

@@ -14,7 +14,6 @@ from runtime.echo_service import LONG_LIVED, NAME, Echo, path, serving
 from flexmarl.client.channel import connect
 from flexmarl.client.errors import UnavailableError
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.core.retry import NO_RETRY
 from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.server import GrpcServer, ServiceFailedError
 
@@ -216,7 +215,7 @@ async def test_a_port_in_use_is_refused_not_shared(measured):
 
 
 async def test_a_stopping_server_is_unavailable_to_calls_in_flight(echo):
-    async with serving(echo) as server, connect(server.address, retry=NO_RETRY) as channel:
+    async with serving(echo) as server, connect(server.address) as channel:
         sleeping = asyncio.create_task(channel.unary_unary(path("Sleep"))(b"", timeout=60))
         chat = channel.stream_stream(path("Chat"))(timeout=60)
         await chat.write(b"hello")

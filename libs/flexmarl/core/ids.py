@@ -78,10 +78,6 @@ class SampleId:
         batch, batch_attempt, group, ordinal, attempt = (int(part) for part in match.groups())
         return cls(GroupId(BatchId(batch, batch_attempt), group), ordinal, attempt)
 
-    def next_attempt(self) -> SampleId:
-        """Returns the id of the sample's next attempt."""
-        return SampleId(self.group, self.ordinal, self.attempt + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class VertexId:

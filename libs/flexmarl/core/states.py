@@ -62,14 +62,6 @@ class RunStatus(StrEnum):
     FAILED = "failed"
 
 
-class SegmentStatus(StrEnum):
-    """State of a segment."""
-
-    WRITING = "writing"
-    SEALED = "sealed"
-    DELETED = "deleted"
-
-
 S = TypeVar("S", bound=StrEnum)
 
 
@@ -141,13 +133,5 @@ RUN: TransitionTable[RunStatus] = TransitionTable(
         RunStatus.STOPPED: frozenset({RunStatus.RUNNING}),
         RunStatus.FAILED: frozenset({RunStatus.RUNNING}),
         RunStatus.FINISHED: frozenset(),
-    }
-)
-
-SEGMENT: TransitionTable[SegmentStatus] = TransitionTable(
-    {
-        SegmentStatus.WRITING: frozenset({SegmentStatus.SEALED, SegmentStatus.DELETED}),
-        SegmentStatus.SEALED: frozenset({SegmentStatus.DELETED}),
-        SegmentStatus.DELETED: frozenset(),
     }
 )

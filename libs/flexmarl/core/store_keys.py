@@ -35,11 +35,6 @@ def row(run_id: str, agent: str, vertex_id: str) -> bytes:
     return f"{run_id}\0{agent}\0{vertex_id}".encode()
 
 
-def last_part(key: bytes) -> str:
-    """Last part of a key of text parts."""
-    return key.rpartition(_NUL)[2].decode()
-
-
 def after(prefix_: bytes) -> bytes:
     """Smallest key greater than every key with the prefix.
 

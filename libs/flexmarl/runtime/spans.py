@@ -6,6 +6,7 @@ to a JSONL file. A full ring drops the oldest and counts them: a timeline must n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -14,8 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from flexmarl.core.call_context import current_ids
+
+FLUSH_EVERY_S: Final = 2.0
+"""A killed process loses at most so much of its timeline."""
 
 SpanValue = str | int | float | bool
 
@@ -103,6 +108,12 @@ class SpanRecorder:
                 file.write(span.to_json() + "\n")
                 self._flushed += 1
         return path
+
+    async def keep_flushing(self, folder: Path) -> None:
+        """Flush until cancelled; waits `FLUSH_EVERY_S` between two writes."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            await asyncio.to_thread(self.flush, folder)
 
 
 def read_spans(folder: Path) -> Iterator[tuple[str, Span]]:

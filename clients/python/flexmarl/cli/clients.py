@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.cli.cluster.attach import Addresses
@@ -12,6 +13,9 @@ from flexmarl.cli.connect import connect_store
 from flexmarl.cli.errors import CliError
 from flexmarl.client.orchestrator import OrchestratorClient
 from flexmarl.client.store import StoreClient
+
+_PATIENCE_S: Final = 10.0
+"""A person waits for an address that may be wrong; `follow_run` has patience of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ async def connect_cluster(addresses: Addresses) -> AsyncIterator[Clients]:
         raise CliError("--cluster: name the orchestrator too: --cluster orchestrator=HOST:PORT")
     async with (
         connect_store(addresses.store) as store,
-        OrchestratorClient(addresses.orchestrator) as orchestrator,
+        OrchestratorClient.connect(addresses.orchestrator, patience_s=_PATIENCE_S) as orchestrator,
     ):
         stats = await store.get_stats()
         home = common_pb2.ShardAddress(name=stats.shard, address=addresses.store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar
 
@@ -23,7 +23,7 @@ from flexmarl.client.errors import (
 from flexmarl.core.call_context import onward_timeout_s
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import DEFAULT_DEADLINE_S
-from flexmarl.core.retry import NO_RETRY, RetryPolicy, next_delay_s
+from flexmarl.core.retry import Backoff
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ PATIENCE_S: Final = 60.0
 SILENCE_S: Final = 20.0
 """A stream without any sign of life for this long is opened again."""
 
-_RETRY: Final = RetryPolicy(max_attempts=1 << 30, initial_s=0.02, max_s=0.5)
+_BACKOFF: Final = Backoff()
 _BROKEN_STREAM: Final = (
     UnavailableError,
     DeadlineError,
@@ -51,7 +51,7 @@ class ServiceClient:
     of the caller's own caller.
 
     Args:
-        channel: From `connect`, with `NO_RETRY`: repetition happens here.
+        channel: From `connect`.
         patience_s: How long a service that does not answer is waited for.
         owns_channel: Close the channel with the client.
     """
@@ -76,7 +76,7 @@ class ServiceClient:
     @classmethod
     def connect(cls, address: str, *, patience_s: float = PATIENCE_S) -> Self:
         """Client of the service at `host:port`; it connects on the first call."""
-        channel = connect(address, retry=NO_RETRY, default_deadline_s=cls.DEADLINE_S)
+        channel = connect(address, default_deadline_s=cls.DEADLINE_S)
         return cls(channel, patience_s=patience_s, owns_channel=True)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class ServiceClient:
                 raise self._no_answer(now - began, failure)
             await self._back_off(failed)
 
-    async def _follow(self, open_stream: Callable[[], StreamCall]) -> AsyncIterator[Any]:
+    async def _follow(self, open_stream: Callable[[], StreamCall]) -> AsyncGenerator[Any, None]:
         """Responses of a stream that is opened again when it breaks, ends or falls silent.
 
         Waits for responses; freed by the service, or by closing the iterator.
@@ -172,5 +172,4 @@ class ServiceClient:
         )
 
     async def _back_off(self, failed: int) -> None:
-        delay_s = next_delay_s(_RETRY, failed_attempts=min(failed, 32), left_s=None, rng=self._rng)
-        await asyncio.sleep(delay_s or 0.0)
+        await asyncio.sleep(_BACKOFF.delay_s(failed, rng=self._rng))

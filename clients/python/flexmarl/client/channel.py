@@ -1,26 +1,24 @@
-"""The channel that every stub is built on: deadlines, repetition, typed errors, ids.
+"""The channel that every stub is built on: deadlines, typed errors, ids.
 
 `Channel` is a `grpc.aio.Channel`, so generated stubs take it as it is::
 
     channel = connect("127.0.0.1:7001")
     run = await MegStoreServiceStub(channel).GetRun(request, timeout=2.0)
 
-Each call gets `min(timeout or the method's default, what the caller's own deadline leaves)`. Unary
-calls that fail with UNAVAILABLE are repeated within their deadline, with the same message and thus
-the same request id. Streams are never repeated here: whoever reads them knows where to resume.
+Each call gets `min(timeout or the method's default, what the caller's own deadline leaves)`.
+Nothing is repeated here: that takes patience, which clients have (`flexmarl.client.base`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from typing import Any, Self
 
 import grpc
 
-from flexmarl.client.errors import FlexMarlError, from_rpc_error, make_error
+from flexmarl.client.errors import from_rpc_error, make_error
 from flexmarl.core.call_context import (
     IDS_METADATA_KEY,
     current_ids,
@@ -30,7 +28,6 @@ from flexmarl.core.call_context import (
 from flexmarl.core.deadlines import DEADLINES_S
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import DEFAULT_DEADLINE_S, client_options
-from flexmarl.core.retry import RetryPolicy, next_delay_s
 
 Metadata = tuple[tuple[str, str], ...]
 _Codec = Callable[[Any], Any] | None
@@ -40,7 +37,6 @@ def connect(
     address: str,
     *,
     deadlines_s: Mapping[str, float | None] = DEADLINES_S,
-    retry: RetryPolicy | None = None,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Channel:
     """Open a channel; it connects on the first call. Close it with `await channel.close()`.
@@ -49,14 +45,12 @@ def connect(
         address: `host:port` or `unix:/path`.
         deadlines_s: Default deadline by full method name (`/package.Service/Method`); None: no
             deadline, for long-lived streams only. By default the project's table.
-        retry: How often UNAVAILABLE is repeated; `patient(60)` rides out a service's restart.
         default_deadline_s: Deadline of methods that `deadlines_s` does not name.
     """
     return Channel(
         grpc.aio.insecure_channel(address, options=client_options()),
         address=address,
         deadlines_s=deadlines_s,
-        retry=retry or RetryPolicy(),
         default_deadline_s=default_deadline_s,
     )
 
@@ -70,15 +64,12 @@ class Channel(grpc.aio.Channel):
         *,
         address: str,
         deadlines_s: Mapping[str, float | None],
-        retry: RetryPolicy,
         default_deadline_s: float,
     ) -> None:
         self.address = address
         self._channel = channel
         self._deadlines_s = deadlines_s
-        self._retry = retry
         self._default_deadline_s = default_deadline_s
-        self._rng = random.Random()  # noqa: S311 - jitter
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Wait until the connection stands.
@@ -96,12 +87,7 @@ class Channel(grpc.aio.Channel):
 
     def rule(self, method: str) -> CallRule:
         """How calls of a method are made."""
-        return CallRule(
-            method=method,
-            deadline_s=self._deadlines_s.get(method, self._default_deadline_s),
-            retry=self._retry,
-            rng=self._rng,
-        )
+        return CallRule(method, self._deadlines_s.get(method, self._default_deadline_s))
 
     def unary_unary(
         self,
@@ -171,22 +157,13 @@ class Channel(grpc.aio.Channel):
 
 
 class CallRule:
-    """Deadline, metadata and repetition of one method's calls."""
+    """Deadline and metadata of one method's calls."""
 
-    __slots__ = ("_deadline_s", "_retry", "_rng", "method")
+    __slots__ = ("_deadline_s", "method")
 
-    def __init__(
-        self,
-        *,
-        method: str,
-        deadline_s: float | None,
-        retry: RetryPolicy,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, method: str, deadline_s: float | None) -> None:
         self.method = method
         self._deadline_s = deadline_s
-        self._retry = retry
-        self._rng = rng
 
     def timeout_s(self, asked_s: float | None) -> float | None:
         """Timeout of a call that starts now."""
@@ -206,21 +183,6 @@ class CallRule:
             return extra
         return ((IDS_METADATA_KEY, encode_ids(ids)), *(extra or ()))
 
-    def give_up_at(self, started: float, timeout_s: float | None) -> float | None:
-        """When (monotonic) repetition ends: maybe past one try, never past the caller's."""
-        patience_s = self._retry.patience_s
-        if patience_s is None:
-            return None if timeout_s is None else started + timeout_s
-        allowed_s = onward_timeout_s(max(patience_s, timeout_s or 0.0), now=started)
-        return None if allowed_s is None else started + allowed_s
-
-    def delay_s(self, error: FlexMarlError, *, failed: int, end: float | None) -> float | None:
-        """Delay before repeating a failed call; None: do not repeat."""
-        if error.code is not grpc.StatusCode.UNAVAILABLE:
-            return None
-        left_s = None if end is None else end - time.monotonic()
-        return next_delay_s(self._retry, failed_attempts=failed, left_s=left_s, rng=self._rng)
-
 
 class UnaryCallable:
     """A unary method: `await callable(request)`."""
@@ -238,28 +200,14 @@ class UnaryCallable:
         timeout: float | None = None,
         metadata: Metadata | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call, repeat while UNAVAILABLE, raise `FlexMarlError`."""
+        """Call; raise `FlexMarlError`."""
         rule = self._rule
-        timeout_s = rule.timeout_s(timeout)
-        sent = rule.metadata(metadata)
-        started = time.monotonic()
         try:
-            return await self._inner(request, timeout=timeout_s, metadata=sent)
+            return await self._inner(
+                request, timeout=rule.timeout_s(timeout), metadata=rule.metadata(metadata)
+            )
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, method=rule.method)
-        end = rule.give_up_at(started, timeout_s)
-        failed = 1
-        while (delay_s := rule.delay_s(failure, failed=failed, end=end)) is not None:
-            await asyncio.sleep(delay_s)
-            left_s = timeout_s if end is None else max(end - time.monotonic(), 0.001)
-            if timeout_s is not None and left_s is not None:
-                left_s = min(left_s, timeout_s)
-            try:
-                return await self._inner(request, timeout=left_s, metadata=sent)
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, method=rule.method)
-                failed += 1
-        raise failure
+            raise from_rpc_error(error, method=rule.method) from None
 
 
 class StreamCallable:
@@ -318,10 +266,6 @@ class StreamCall:
     async def done_writing(self) -> None:
         """Say that no more requests follow."""
         await self._typed(self._call.done_writing())
-
-    async def wait_connected(self) -> None:
-        """Wait until the server has the call."""
-        await self._typed(self._call.wait_for_connection())
 
     def cancel(self) -> bool:
         """Give the call up; False when it has ended."""

@@ -66,7 +66,7 @@ class ExhaustedError(FlexMarlError):
 
 
 class UnavailableError(FlexMarlError):
-    """The service cannot be reached or is not ready; repeated already, within the deadline."""
+    """The service cannot be reached or is not ready."""
 
 
 class DeadlineError(FlexMarlError):

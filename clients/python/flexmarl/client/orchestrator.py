@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Any, Final, Self
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
 from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from flexmarl.client.channel import Channel, connect
+from flexmarl.client.base import ServiceClient
+from flexmarl.client.errors import UnavailableError
 from flexmarl.client.request import new_request_id
 
-_SERVICE: Final = "/flexmarl.api.orchestrator.v1alpha1.OrchestratorService"
-SUBMIT_DEADLINE_S: Final = 60.0
-"""Submit and resume read the run from its store, which may be starting."""
 
+class OrchestratorClient(ServiceClient):
+    """Client of one orchestrator; see `ServiceClient` for its arguments."""
 
-class OrchestratorClient:
-    """Client of one orchestrator; use it as an asynchronous context manager.
-
-    Args:
-        target: `host:port`, or a channel that the caller owns.
-    """
-
-    def __init__(self, target: str | Channel) -> None:
-        self._owned: Channel | None = None
-        if isinstance(target, str):
-            target = self._owned = connect(
-                target,
-                deadlines_s={
-                    f"{_SERVICE}/SubmitRun": SUBMIT_DEADLINE_S,
-                    f"{_SERVICE}/ResumeRun": SUBMIT_DEADLINE_S,
-                    f"{_SERVICE}/StopRun": SUBMIT_DEADLINE_S,
-                    f"{_SERVICE}/WatchProgress": None,
-                },
-            )
-        self.address = target.address
-        self._stub: Any = OrchestratorServiceStub(target)
-
-    async def close(self) -> None:
-        """Close the connection, if it was opened here."""
-        if self._owned is not None:
-            await self._owned.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
+    STUB = OrchestratorServiceStub
+    REPEATED = (UnavailableError,)
 
     async def submit_run(
         self, run_id: str, *, home_shard: common_pb2.ShardAddress
@@ -62,7 +25,7 @@ class OrchestratorClient:
         request = pb.SubmitRunRequest(
             request_id=new_request_id(), run_id=run_id, home_shard=home_shard
         )
-        response: pb.SubmitRunResponse = await self._stub.SubmitRun(request)
+        response: pb.SubmitRunResponse = await self._call("SubmitRun", request)
         return response.progress
 
     async def resume_run(
@@ -72,20 +35,20 @@ class OrchestratorClient:
         request = pb.ResumeRunRequest(
             request_id=new_request_id(), run_id=run_id, home_shard=home_shard
         )
-        response: pb.ResumeRunResponse = await self._stub.ResumeRun(request)
+        response: pb.ResumeRunResponse = await self._call("ResumeRun", request)
         return response.progress
 
     async def stop_run(self, run_id: str, *, finish_batch: bool = False) -> pb.RunProgress:
         """Stop a run at once, or after the commit of its open batch; it can be resumed."""
         mode = pb.STOP_MODE_FINISH_BATCH if finish_batch else pb.STOP_MODE_NOW
         request = pb.StopRunRequest(request_id=new_request_id(), run_id=run_id, mode=mode)
-        response: pb.StopRunResponse = await self._stub.StopRun(request)
+        response: pb.StopRunResponse = await self._call("StopRun", request)
         return response.progress
 
     async def get_run_status(self, run_id: str) -> pb.RunProgress:
         """Where a run stands."""
-        response: pb.GetRunStatusResponse = await self._stub.GetRunStatus(
-            pb.GetRunStatusRequest(run_id=run_id)
+        response: pb.GetRunStatusResponse = await self._call(
+            "GetRunStatus", pb.GetRunStatusRequest(run_id=run_id)
         )
         return response.progress
 

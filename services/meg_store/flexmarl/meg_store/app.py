@@ -9,7 +9,7 @@ from functools import partial
 
 from flexmarl.meg_store.config import MegStoreConfig
 from flexmarl.meg_store.rocks_backend import RocksBackend
-from flexmarl.meg_store.servicer import SERVICE, WATCH_METHOD, Servicer, add_to_server
+from flexmarl.meg_store.servicer import SERVICE, Servicer, add_to_server
 from flexmarl.meg_store.shard import Shard
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
@@ -36,7 +36,6 @@ async def serve(config: MegStoreConfig) -> None:
         name="meg_store",
         add_to_server=[partial(add_to_server, servicer)],
         services=[SERVICE],
-        long_lived=[WATCH_METHOD],
     )
     await server.start()
     try:

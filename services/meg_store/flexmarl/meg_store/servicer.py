@@ -25,7 +25,6 @@ from flexmarl.meg_store.database import Draft
 from flexmarl.meg_store.shard import Shard
 
 SERVICE = "flexmarl.api.meg_store.v1alpha1.MegStoreService"
-WATCH_METHOD = f"/{SERVICE}/Watch"
 _MAX_LIST_MANIFESTS = 1000
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -28,5 +28,3 @@ class OrchestratorConfig(ServiceConfig):
     """Longest operation of a trainer; then its binding is given up and made again."""
     status_interval_ms: int = Field(default=500, ge=50)
     """Time between two states of the dispatcher and the trainers."""
-    flush_spans_s: float = Field(default=5.0, gt=0)
-    """Time between two writes of recorded spans to `data_dir/spans`."""

@@ -13,8 +13,7 @@ from flexmarl.api.rollout.v1alpha1 import rollout_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.client.store import StoreClient
 from flexmarl.core.batch_metrics import StepClock, TrainMeans
-from flexmarl.core.errors import DomainError
-from flexmarl.orchestrator.calls import raise_if_taken_over
+from flexmarl.orchestrator.calls import fenced
 from flexmarl.orchestrator.dataset import Dataset
 from flexmarl.runtime.run_config import RunConfig
 
@@ -72,13 +71,10 @@ class RunContext:
         Raises:
             TakenOverError: A newer term exists.
         """
-        try:
+        with fenced():
             await self.store.update_run_status(
                 self.run_id, common_pb2.RUN_STATUS_RUNNING, term=self.term
             )
-        except DomainError as error:
-            raise_if_taken_over(error)
-            raise
 
     def save_seen(self, state: graph_pb2.StateRecord) -> None:
         """Remember a policy's newest state."""

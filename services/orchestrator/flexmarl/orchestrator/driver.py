@@ -84,8 +84,7 @@ class Driver:
         rollout: Effects on the dispatcher.
         trainers: Effects on the trainers, by address.
         spans: Where effects are recorded for the timeline.
-        patience_s: How long a silent service is waited for.
-        status_interval_ms: Time between two states of a service.
+        status_interval_s: Time between two states of a service.
         confirm_term_s: Time between two checks that nobody has taken the run over.
     """
 
@@ -97,8 +96,7 @@ class Driver:
         rollout: RolloutEffects,
         trainers: Mapping[str, TrainerEffects],
         spans: SpanRecorder,
-        patience_s: float,
-        status_interval_ms: int,
+        status_interval_s: float,
         confirm_term_s: float,
     ) -> None:
         order = DatasetOrder(
@@ -111,8 +109,7 @@ class Driver:
         self._rollout = rollout
         self._trainers = trainers
         self._spans = spans
-        self._patience_s = patience_s
-        self._interval_ms = status_interval_ms
+        self._interval_s = status_interval_s
         self._confirm_term_s = confirm_term_s
         self._inbox = Inbox()
         self._accounts = Accounts(context, self.core, trainers)
@@ -255,12 +252,11 @@ class Driver:
         self._background.start(
             "rollout status",
             watch_status(
-                partial(self._rollout.watch, interval_ms=self._interval_ms),
+                self._rollout.watch(interval_s=self._interval_s),
                 incarnation=self._rollout.incarnation,
                 on_status=self._rollout_status,
                 on_lost=self._lose_rollout,
                 inbox=self._inbox,
-                patience_s=self._patience_s,
                 who=f"the dispatcher at {self._rollout.address}",
             ),
         )
@@ -271,12 +267,11 @@ class Driver:
         self._background.start(
             f"trainer status {effect.trainer}",
             watch_status(
-                partial(trainer.watch, interval_ms=self._interval_ms),
+                trainer.watch(interval_s=self._interval_s),
                 incarnation=trainer.incarnation,
                 on_status=partial(self._context.trainer_status.__setitem__, effect.trainer),
                 on_lost=lambda why: self._inbox.push(TrainerLost(effect.trainer, why)),
                 inbox=self._inbox,
-                patience_s=self._patience_s,
                 who=f"the trainer at {effect.trainer}",
             ),
         )

@@ -9,15 +9,16 @@ from typing import Final
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.client.channel import Channel
 from flexmarl.client.enums import RUN_STATUS
+from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.store import StoreClient
-from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.client.trainer import TrainerClient
+from flexmarl.core.errors import DomainError
 from flexmarl.core.fencing import ORCHESTRATOR_SCOPE
 from flexmarl.core.run_effects import EndRun
 from flexmarl.core.states import RunStatus
 from flexmarl.core.training_rows import RunFailure
-from flexmarl.orchestrator.calls import TakenOverError
+from flexmarl.orchestrator.calls import TakenOverError, fenced
 from flexmarl.orchestrator.config import OrchestratorConfig
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import (
@@ -51,8 +52,8 @@ class LiveRun:
         home: Its home shard, at the address that is right now.
         store: Client of it; closed with the run.
         config: Of the service.
-        rollout: Channel to the dispatcher.
-        trainers: Channels to the trainers.
+        rollout: Client of the dispatcher.
+        trainers: Clients of the trainers.
         spans: Recorder of the process.
     """
 
@@ -63,8 +64,8 @@ class LiveRun:
         store: StoreClient,
         *,
         config: OrchestratorConfig,
-        rollout: Channel,
-        trainers: Sequence[Channel],
+        rollout: RolloutClient,
+        trainers: Sequence[TrainerClient],
         spans: SpanRecorder,
     ) -> None:
         self.run_id = run.run_id
@@ -75,7 +76,7 @@ class LiveRun:
         self._run = run
         self._run_config: RunConfig = parse_config(run.config_json)
         self._config = config
-        self._channels = (rollout, tuple(trainers))
+        self._clients = (rollout, tuple(trainers))
         self._spans = spans
         self._context: RunContext | None = None
         self._driver: Driver | None = None
@@ -83,11 +84,6 @@ class LiveRun:
         self._status: common_pb2.RunStatus.ValueType = common_pb2.RUN_STATUS_RUNNING
         self._failure: RunFailure | None = None
         self._version = 0
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it reached its last version."""
-        return bool(self._status == common_pb2.RUN_STATUS_FINISHED)
 
     @property
     def reports(self) -> Sequence[pb.VersionReport]:
@@ -153,24 +149,19 @@ class LiveRun:
         self._context = context
         context.dataset = await self._read_dataset()
         stored = await read_stored_run(context)
-        rollout, trainers = self._channels
-        patience_s = self._config.service_patience_s
+        rollout, trainers = self._clients
         driver = Driver(
             context,
             stored,
-            rollout=RolloutEffects(rollout, context, patience_s=patience_s),
+            rollout=RolloutEffects(rollout, context),
             trainers={
-                channel.address: TrainerEffects(
-                    channel,
-                    context,
-                    patience_s=patience_s,
-                    operation_timeout_s=self._config.operation_timeout_s,
+                client.address: TrainerEffects(
+                    client, context, operation_timeout_s=self._config.operation_timeout_s
                 )
-                for channel in trainers
+                for client in trainers
             },
             spans=self._spans,
-            patience_s=patience_s,
-            status_interval_ms=self._config.status_interval_ms,
+            status_interval_s=self._config.status_interval_ms / 1000,
             confirm_term_s=self._config.confirm_term_s,
         )
         self._driver = driver
@@ -216,17 +207,13 @@ class LiveRun:
     async def _write_status(self, status: RunStatus, failure: RunFailure | None) -> None:
         term = 0 if self._context is None else self._context.term
         wire = RUN_STATUS.to_wire(status)
-        try:
+        with fenced():
             await self.store.update_run_status(
                 self.run_id,
                 wire,
                 term=term,
                 failure=None if failure is None else failure_message(failure),
             )
-        except DomainError as error:
-            if error.reason is ErrorReason.TERM_STALE:
-                raise TakenOverError(error.message) from error
-            raise
         self._status = wire
 
     async def _let_go(self) -> None:

@@ -9,8 +9,9 @@ from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.client.channel import Channel
+from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.store import StoreClient
+from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorReason, not_built
 from flexmarl.orchestrator.config import OrchestratorConfig
 from flexmarl.orchestrator.live_run import LiveRun
@@ -40,8 +41,8 @@ class Runs:
     Args:
         config: Of the service.
         background: Owner of the runs' tasks.
-        rollout: Channel to the dispatcher.
-        trainers: Channels to the trainers.
+        rollout: Client of the dispatcher.
+        trainers: Clients of the trainers.
         spans: Recorder of the process.
     """
 
@@ -50,8 +51,8 @@ class Runs:
         config: OrchestratorConfig,
         background: Background,
         *,
-        rollout: Channel,
-        trainers: Sequence[Channel],
+        rollout: RolloutClient,
+        trainers: Sequence[TrainerClient],
         spans: SpanRecorder,
     ) -> None:
         self._config = config

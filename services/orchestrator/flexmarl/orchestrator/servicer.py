@@ -13,11 +13,9 @@ from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import Orchestrato
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.orchestrator.runs import Runs
+from flexmarl.runtime.ticks import interval_s
 
 SERVICE: Final = "flexmarl.api.orchestrator.v1alpha1.OrchestratorService"
-WATCH_METHOD: Final = f"/{SERVICE}/WatchProgress"
-DEFAULT_INTERVAL_MS: Final = 500
-MIN_INTERVAL_MS: Final = 50
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -62,9 +60,10 @@ class Servicer(OrchestratorServiceServicer):
         self, request: pb.WatchProgressRequest, _context: Context
     ) -> AsyncIterator[pb.WatchProgressResponse]:
         """Stream a run's reports and states."""
-        interval_ms = max(request.interval_ms or DEFAULT_INTERVAL_MS, MIN_INTERVAL_MS)
         async for response in self._runs.watch(
-            request.run_id, from_version=request.from_version, interval_s=interval_ms / 1000
+            request.run_id,
+            from_version=request.from_version,
+            interval_s=interval_s(request.interval_ms),
         ):
             yield response
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -12,13 +11,9 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.run_events import FatalReported, SampleChanged, StopRequested
 from flexmarl.core.training_rows import RunFailure
-from flexmarl.orchestrator.calls import back_off
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import sample_fact
 from flexmarl.orchestrator.inbox import Inbox
-
-SILENCE_S: Final = 15.0
-"""A status stream without a message for this long is opened again."""
 
 _KINDS: Final = (pb.EVENT_KIND_SAMPLE, pb.EVENT_KIND_RUN)
 
@@ -43,45 +38,30 @@ async def watch_store(context: RunContext, inbox: Inbox) -> None:
 
 
 async def watch_status(
-    open_stream: Callable[[], Any],
+    statuses: AsyncGenerator[Any, None],
     *,
     incarnation: str,
     on_status: Callable[[Any], None],
     on_lost: Callable[[str], None],
     inbox: Inbox,
-    patience_s: float,
     who: str,
 ) -> None:
     """Follows a service until it is found to have been started anew.
 
     Waits for its states; freed by another incarnation, by a service that does not know the run, or
-    by the driver. A service that stays away longer than `patience_s` ends the run, also when
-    nothing else waits for it.
+    by the driver. A service that stays away longer than its client's patience ends the run, also
+    when nothing else waits for it.
     """
-    heard = time.monotonic()
-    failed = 0
-    while True:
-        call = open_stream()
-        try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    response = await call.read()
-                if not hasattr(response, "status"):
-                    break  # the end of the stream: the service stops
-                heard, failed = time.monotonic(), 0
-                if response.status.incarnation != incarnation:
+    try:
+        async with aclosing(statuses):
+            async for status in statuses:
+                if status.incarnation != incarnation:
                     on_lost(f"{who} was started anew")
                     return
-                on_status(response.status)
-        except NotFoundError:
-            on_lost(f"{who} does not know the run")
-            return
-        except (FlexMarlError, TimeoutError) as error:
-            if time.monotonic() - heard > patience_s:
-                message = f"{who} has not answered for {patience_s:g} s ({error})"
-                inbox.push(FatalReported(RunFailure(reason="UNAVAILABLE", message=message)))
-                return
-        finally:
-            call.cancel()
-        failed += 1
-        await back_off(failed)
+                on_status(status)
+    except NotFoundError:
+        on_lost(f"{who} does not know the run")
+    except FlexMarlError as error:
+        inbox.push(
+            FatalReported(RunFailure(reason="UNAVAILABLE", message=f"{who}: {error.message}"))
+        )

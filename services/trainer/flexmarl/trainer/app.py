@@ -15,10 +15,8 @@ from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.config import TrainerConfig
 from flexmarl.trainer.operations import Operations
 from flexmarl.trainer.pool import PRELOAD
-from flexmarl.trainer.servicer import SERVICE, WATCH_METHOD, Servicer
+from flexmarl.trainer.servicer import SERVICE, Servicer
 from flexmarl.trainer.trainer import Trainer
-
-_FLUSH_SPANS_EVERY_S = 2.0
 
 _log = get_logger(__name__)
 
@@ -38,10 +36,9 @@ async def serve(config: TrainerConfig) -> None:
         name="trainer",
         add_to_server=[partial(add_TrainerServiceServicer_to_server, servicer)],
         services=[SERVICE],
-        long_lived=[WATCH_METHOD],
     )
     await server.start()
-    spans = SpanRecorder(service="trainer")
+    spans, span_dir = SpanRecorder(service="trainer"), config.data_dir / "spans"
     threads = str(config.compute_threads)
     try:
         async with (
@@ -53,7 +50,7 @@ async def serve(config: TrainerConfig) -> None:
             Background(lambda name, error: server.request_stop(f"{name} failed", error)) as tasks,
         ):
             trainer = Trainer(config, children, tasks, spans=spans)
-            tasks.start("spans", _flush_spans(spans, config))
+            tasks.start("spans", spans.keep_flushing(span_dir))
             servicer.open(trainer, Operations(tasks, max_kept=config.max_operations))
             server.on_drain(servicer.drain)
             tasks.start("readiness", _report_ready(trainer, server))
@@ -64,15 +61,9 @@ async def serve(config: TrainerConfig) -> None:
                 await trainer.close()
     finally:
         await server.stop()
-        await asyncio.to_thread(spans.flush, config.data_dir / "spans")
+        await asyncio.to_thread(spans.flush, span_dir)
 
 
 async def _report_ready(trainer: Trainer, server: GrpcServer) -> None:
     await trainer.wait_ready()
     server.set_ready(True)
-
-
-async def _flush_spans(spans: SpanRecorder, config: TrainerConfig) -> None:
-    while True:
-        await asyncio.sleep(_FLUSH_SPANS_EVERY_S)
-        await asyncio.to_thread(spans.flush, config.data_dir / "spans")

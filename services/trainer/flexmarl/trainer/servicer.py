@@ -18,13 +18,11 @@ from flexmarl.api.trainer.v1alpha1 import trainer_pb2_grpc
 from flexmarl.core.call_context import bind_ids
 from flexmarl.core.errors import DomainError, ErrorReason, not_built
 from flexmarl.core.keepalive import DEADLINE_MARGIN_S
+from flexmarl.runtime.ticks import interval_s, ticks
 from flexmarl.trainer.operations import Operations, Work
 from flexmarl.trainer.trainer import Trainer
 
 SERVICE = "flexmarl.api.trainer.v1alpha1.TrainerService"
-WATCH_METHOD = f"/{SERVICE}/WatchStatus"
-_DEFAULT_INTERVAL_MS = 500
-_MIN_INTERVAL_MS = 20
 _MAX_WAIT_S = 600.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -155,14 +153,8 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.WatchStatusRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatusResponse]:
         """See the contract; waits for the interval, freed by the trainer's stop."""
-        interval_s = max(request.interval_ms or _DEFAULT_INTERVAL_MS, _MIN_INTERVAL_MS) / 1000
-        while not self._draining.is_set():
+        async for _ in ticks(interval_s(request.interval_ms), until=self._draining):
             yield pb.WatchStatusResponse(status=self._status())
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._draining.wait()
-            except TimeoutError:
-                continue
         raise DomainError(ErrorReason.DRAINING, "the trainer stops")
 
     @property

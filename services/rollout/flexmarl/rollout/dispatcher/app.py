@@ -11,7 +11,7 @@ from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.opener import RunOpener
 from flexmarl.rollout.dispatcher.rollout import Rollout
-from flexmarl.rollout.dispatcher.service import LONG_LIVED, SERVICE, RolloutServicer
+from flexmarl.rollout.dispatcher.service import SERVICE, RolloutServicer
 from flexmarl.rollout.dispatcher.workers import WORKER_MODULE
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children, end_leftovers
@@ -46,7 +46,6 @@ async def run(config: RolloutConfig) -> None:
             name="rollout",
             add_to_server=[partial(add_RolloutServiceServicer_to_server, servicer)],
             services=[SERVICE],
-            long_lived=LONG_LIVED,
         )
 
         async def drain() -> None:

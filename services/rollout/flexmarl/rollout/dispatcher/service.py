@@ -14,12 +14,9 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceServicer
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.rollout import Rollout
+from flexmarl.runtime.ticks import interval_s, ticks
 
 SERVICE: Final = "flexmarl.api.rollout.v1alpha1.RolloutService"
-LONG_LIVED: Final = (f"/{SERVICE}/WatchStatus", f"/{SERVICE}/ConnectEngineHost")
-
-_DEFAULT_INTERVAL_MS: Final = 500
-_MIN_INTERVAL_MS: Final = 50
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -88,14 +85,8 @@ class RolloutServicer(RolloutServiceServicer):
         context: Any,  # noqa: ANN401
     ) -> AsyncIterator[pb.WatchStatusResponse]:
         """See the contract; waits for the interval to pass, or for the service to stop."""
-        interval_ms = max(request.interval_ms or _DEFAULT_INTERVAL_MS, _MIN_INTERVAL_MS)
-        while not self._stopping.is_set():
+        async for _ in ticks(interval_s(request.interval_ms), until=self._stopping):
             yield pb.WatchStatusResponse(status=self._rollout.status(request.run_id))
-            try:
-                async with asyncio.timeout(interval_ms / 1e3):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
 
     async def ConnectEngineHost(  # noqa: N802
         self,

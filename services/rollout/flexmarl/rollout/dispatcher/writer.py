@@ -94,11 +94,6 @@ class GraphWriter:
         self.num_in_flight = 0
 
     @property
-    def num_queued(self) -> int:
-        """Writes that wait to be sent."""
-        return len(self._queue)
-
-    @property
     def idle(self) -> bool:
         """Whether everything is stored."""
         return not self._queue and not self.num_in_flight

@@ -22,12 +22,10 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.channel import Channel, StreamCall, connect
 from flexmarl.client.errors import FlexMarlError
-from flexmarl.core.retry import RetryPolicy, next_delay_s
+from flexmarl.core.retry import Backoff
 from flexmarl.runtime.logging import get_logger
 
-METHOD: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService/ConnectEngineHost"
-
-_REDIAL: Final = RetryPolicy(max_attempts=1 << 30, initial_s=0.1, max_s=1.0)
+_REDIAL: Final = Backoff(initial_s=0.1, max_s=1.0)
 _CONNECT_TIMEOUT_S: Final = 5.0
 
 _log = get_logger(__name__)
@@ -63,7 +61,7 @@ class DispatcherLink:
     async def run(self) -> None:
         """Keep the connection until cancelled."""
         failures = 0
-        async with connect(self._address, deadlines_s={METHOD: None}) as channel:
+        async with connect(self._address) as channel:
             while True:
                 started = asyncio.get_running_loop().time()
                 try:
@@ -73,10 +71,7 @@ class DispatcherLink:
                 if asyncio.get_running_loop().time() - started > _CONNECT_TIMEOUT_S + 1.0:
                     failures = 0  # that was a conversation, not a failed try
                 failures += 1
-                delay_s = next_delay_s(
-                    _REDIAL, failed_attempts=failures, left_s=None, rng=self._rng
-                )
-                await asyncio.sleep(delay_s or 0.0)
+                await asyncio.sleep(_REDIAL.delay_s(failures, rng=self._rng))
 
     async def _converse(self, channel: Channel) -> None:
         await channel.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
