@@ -109,6 +109,14 @@ def test_a_failed_run_says_what_helps(reason: str, remedy: str):
     assert remedy in line
 
 
+def test_code_that_never_worked_is_not_resumed():
+    progress = message().progress
+    progress.failure.reason = "REWARD_RAISED"
+    assert "or, if the code is right, go on with: flexmarl resume" in failed_line(progress)
+    progress.version = 0
+    assert "resume" not in failed_line(progress)
+
+
 async def test_silence_ends_with_what_to_do():
     service = ScriptedOrchestrator(*[[grpc.StatusCode.UNAVAILABLE] for _ in range(50)])
     with pytest.raises(CliError, match="flexmarl resume r") as caught:

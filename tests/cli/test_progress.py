@@ -9,9 +9,10 @@ import pytest
 from cli.recorded import message, report
 from rich.console import Console
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.progress.live import LiveView, render
-from flexmarl.cli.progress.outputs import RunOutputs, check_new, summary
+from flexmarl.cli.progress.outputs import RunOutputs, check_new, is_complete, summary
 from flexmarl.cli.progress.plain import PlainView
 from flexmarl.cli.progress.report import numbers_of
 from flexmarl.runtime.run_config import RunConfig
@@ -113,6 +114,7 @@ def test_the_live_view_ends_with_the_last_state(capsys):
 def test_a_run_folder_grows_with_the_run(tmp_path):
     outputs = RunOutputs(tmp_path / "runs" / "x")
     outputs.open(run_config())
+    assert not outputs.folder.parent.exists()  # a run that trains nothing leaves nothing
     outputs.add(numbers_of(report(0, 0.125)))
     first = json.loads(outputs.metrics_file.read_text())  # flushed: readable before the end
     assert first["version"] == 0
@@ -128,6 +130,15 @@ def test_a_run_folder_grows_with_the_run(tmp_path):
     outputs.close()
     assert [json.loads(line)["version"] for line in outputs.metrics_file.open()] == [0, 1]
     assert RunConfig.model_validate_json(outputs.config_file.read_text()) == run_config()
+
+
+def test_a_finished_run_is_complete_with_the_weights_of_every_policy(tmp_path):
+    outputs = RunOutputs(tmp_path)
+    run = graph_pb2.Run(models={name: graph_pb2.ModelRef() for name in ("sorter", "merger")})
+    outputs.policy_folder("sorter").mkdir(parents=True)
+    assert not is_complete(tmp_path, run)
+    outputs.policy_folder("merger").mkdir()
+    assert is_complete(tmp_path, run)
 
 
 def test_the_plot_is_a_picture(tmp_path):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,14 @@ class Command:
         assert line is not None, self.text()
         return line
 
+    def wait_for_children(self, count: int) -> None:
+        """Until so many processes were started."""
+        end = time.monotonic() + _DEADLINE_S
+        while len(self.processes) < count:
+            assert time.monotonic() < end, self.text()
+            self.remember_processes()
+            time.sleep(0.05)
+
     def remember_processes(self) -> None:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.processes[child.pid] = child
@@ -78,6 +87,11 @@ class Command:
                 self._new_line.notify_all()
 
 
+def shm_of(start) -> list[str]:
+    """The memory tier in a folder that the fixture removes."""
+    return ["--service-set", f"meg_store.store.shm_dir={start.shm}"]
+
+
 @pytest.fixture
 def start(tmp_path):
     shm = Path("/dev/shm") / f"flexmarl-test-train-{os.getpid()}"
@@ -101,8 +115,7 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
     from transformers import AutoModelForCausalLM
 
     sets = [part for item in SMALL for part in ("--set", item)]
-    shm = ["--service-set", f"meg_store.store.shm_dir={start.shm}"]
-    training = start("train", str(EXAMPLE), *sets, *shm, "--run-id", "r1")
+    training = start("train", str(EXAMPLE), *sets, *shm_of(start), "--run-id", "r1")
     training.wait_for("version 0/3")
     training.remember_processes()
     assert len(training.processes) >= 5
@@ -126,3 +139,17 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
         path = folder / "policies" / policy
         assert f"policy {policy}: {path}" in resumed.lines
         AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+
+
+@pytest.mark.timeout(120)
+def test_a_command_interrupted_while_its_cluster_starts_leaves_nothing(start, tmp_path):
+    training = start("train", str(EXAMPLE), *shm_of(start), "--run-id", "r1")
+    training.wait_for("starting the cluster")
+    training.wait_for_children(5)
+    # As a terminal does it: to the whole process group, services included.
+    os.killpg(training.process.pid, signal.SIGINT)
+    assert training.end() == 130, training.text()
+    assert training.lines[-1] == "interrupted before the run was stored: train again"
+    assert training.living() == []
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / ".flexmarl" / "cluster.json").exists()

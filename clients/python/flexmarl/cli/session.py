@@ -217,10 +217,11 @@ def failed_line(progress: orchestrator_pb2.RunProgress) -> str:
     """Why a run failed, and what to do about it."""
     failure = progress.failure
     reason = find_reason(failure.reason)
+    remedy = f"go on with: flexmarl resume {progress.run_id}"
     if reason is not None and reason.family in _IN_THE_RUN:
-        remedy = "mend it and train again: a stored run keeps its code and configuration"
-    else:
-        remedy = f"go on with: flexmarl resume {progress.run_id}"
+        mend = "mend it and train again: a stored run keeps its code and configuration"
+        # What had worked before may have failed for a cause outside of the code.
+        remedy = f"{mend}; or, if the code is right, {remedy}" if progress.version else mend
     return (
         f"run {progress.run_id} failed at version {progress.version}: {failure.message} "
         f"({failure.reason}); {remedy}"
