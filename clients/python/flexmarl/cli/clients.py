@@ -26,11 +26,26 @@ class Clients:
         store: MEG Store.
         orchestrator: Orchestrator.
         home_shard: The store, as a run names it.
+        durability: Of the store: "process" or "fsync".
     """
 
     store: StoreClient
     orchestrator: OrchestratorClient
     home_shard: common_pb2.ShardAddress
+    durability: str
+
+    def check_durability(self, asked: str) -> None:
+        """Makes sure that the store keeps what a run asks for; keeping more is fine.
+
+        Raises:
+            CliError: It keeps less.
+        """
+        if asked == "fsync" and self.durability != "fsync":
+            raise CliError(
+                f'durability = "fsync", but the store at {self.home_shard.address} runs with '
+                f'"{self.durability}": start its cluster with --durability fsync, or set '
+                'durability = "process"'
+            )
 
 
 @asynccontextmanager
@@ -49,4 +64,4 @@ async def connect_cluster(addresses: Addresses) -> AsyncIterator[Clients]:
     ):
         stats = await store.get_stats()
         home = common_pb2.ShardAddress(name=stats.shard, address=addresses.store)
-        yield Clients(store, orchestrator, home)
+        yield Clients(store, orchestrator, home, stats.durability)

@@ -42,6 +42,7 @@ def launch(
     )
 
     async def begin(clients: Clients) -> RunConfig:
+        clients.check_durability(config.durability)
         await store_run(clients.store, source, shards=[clients.home_shard])
         await clients.orchestrator.submit_run(run_id, home_shard=clients.home_shard)
         return config
