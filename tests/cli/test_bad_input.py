@@ -251,6 +251,12 @@ def test_a_chat_with_a_model_that_cannot(run_files, refused):
     assert "workflow.package" in said
 
 
+def test_a_package_that_cannot_be_stored_is_told_before_anything_starts(run_files, refused):
+    (run_files.flow.parent / "data").symlink_to("/etc")
+    said = refused()
+    assert f"{run_files.flow.parent / 'data'}: is a symbolic link" in said
+
+
 def test_fewer_instances_than_policies(refused):
     said = refused(
         "--set", "policies.solver.rollout.instances=3", "--service-set", "engine_host.max_engines=2"

@@ -9,7 +9,14 @@ import pytest
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.client.bundle import file_hash, folder_hash, materialise, pack_folder, unpack
+from flexmarl.client.bundle import (
+    file_hash,
+    folder_hash,
+    folder_size,
+    materialise,
+    pack_folder,
+    unpack,
+)
 from flexmarl.core.errors import DomainError, ErrorReason
 
 
@@ -100,6 +107,28 @@ def test_a_linked_folder_is_refused_by_name(package: Path, tmp_path: Path):
     (package / "data").symlink_to(tmp_path)
     with pytest.raises(DomainError, match=r"data: is a symbolic link"):
         folder_hash(package)
+
+
+def test_a_models_links_to_files_are_the_files(tmp_path: Path):
+    # Hugging Face's cache keeps a model's files elsewhere and links to them.
+    blobs, plain, linked = (tmp_path / name for name in ("blobs", "plain", "linked"))
+    for folder in (blobs, plain, linked):
+        folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (plain / name).write_text(name)
+        (blobs / name).write_text(name)
+        (linked / name).symlink_to(Path("..") / "blobs" / name)
+    assert folder_hash(linked, follow_links=True) == folder_hash(plain)
+    packed = pack_folder(linked, tmp_path / "model.tar", follow_links=True)
+    assert folder_hash(unpack(packed.archive, tmp_path / "out")) == folder_hash(plain)
+    assert folder_size(linked, follow_links=True) == folder_size(plain)
+    (linked / "circle").symlink_to(linked)
+    with pytest.raises(DomainError, match="circle: is a symbolic link"):
+        folder_hash(linked, follow_links=True)
+    (linked / "circle").unlink()
+    (linked / "gone").symlink_to("nowhere")
+    with pytest.raises(DomainError, match="gone: is a symbolic link"):
+        folder_size(linked, follow_links=True)
 
 
 def test_special_files_are_refused_by_name(package: Path):

@@ -11,7 +11,7 @@ from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import ClusterSettings
 from flexmarl.cli.session import Job, run_job
-from flexmarl.client.runs import RunSource, store_run
+from flexmarl.client.runs import RunSource, check_source, store_run
 from flexmarl.runtime.run_config import RunConfig
 
 
@@ -27,6 +27,7 @@ def launch(
     """Store, submit and follow a run; returns the exit code.
 
     Raises:
+        DomainError: A file cannot be stored with the run; nothing was started.
         CliError: What was started failed.
     """
     models = {name: policy.model.path for name, policy in config.policies.items()}
@@ -40,6 +41,8 @@ def launch(
         dataset=config.dataset.path,
         models=models,
     )
+
+    check_source(source)
 
     async def begin(clients: Clients) -> RunConfig:
         clients.check_durability(config.durability)

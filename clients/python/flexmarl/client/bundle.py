@@ -69,7 +69,11 @@ class ObjectReader(Protocol):
 
 
 def folder_hash(
-    folder: Path, *, exclude: Collection[Path] = (), max_bytes: int | None = None
+    folder: Path,
+    *,
+    exclude: Collection[Path] = (),
+    max_bytes: int | None = None,
+    follow_links: bool = False,
 ) -> str:
     """Hash of names, contents and executable bits of a folder's files: "sha256:<hex>".
 
@@ -77,23 +81,33 @@ def folder_hash(
         folder: Folder to read.
         exclude: Files and folders in it to leave out, such as the output of earlier runs.
         max_bytes: Largest sum of file sizes; None: unlimited (models that travel by path only).
+        follow_links: Take links to files for the files, as the folders of Hugging Face's cache need
+            it; a package of code must not reach out of its folder.
 
     Raises:
         DomainError: INVALID_ARGUMENT naming the file: a link, a special file, or too large.
     """
     digest = hashlib.sha256()
-    for entry in _entries(folder, exclude=exclude, max_bytes=max_bytes):
+    found = _entries(folder, exclude=exclude, max_bytes=max_bytes, follow_links=follow_links)
+    for entry in found:
         _hash_entry(digest, entry)
     return f"sha256:{digest.hexdigest()}"
 
 
-def folder_size(folder: Path) -> int:
-    """Sum of the sizes of the files that would be packed, bytes.
+def folder_size(
+    folder: Path,
+    *,
+    exclude: Collection[Path] = (),
+    max_bytes: int | None = None,
+    follow_links: bool = False,
+) -> int:
+    """Sum of the sizes of the files that would be packed, bytes; reads none of them.
 
     Raises:
         DomainError: See `folder_hash`.
     """
-    return sum(entry.size_bytes for entry in _entries(folder, exclude=(), max_bytes=None))
+    found = _entries(folder, exclude=exclude, max_bytes=max_bytes, follow_links=follow_links)
+    return sum(entry.size_bytes for entry in found)
 
 
 def pack_folder(
@@ -102,6 +116,7 @@ def pack_folder(
     *,
     exclude: Collection[Path] = (),
     max_bytes: int = MAX_BUNDLE_BYTES,
+    follow_links: bool = False,
 ) -> PackedFolder:
     """Write a folder's archive; equal folders give equal bytes.
 
@@ -109,7 +124,7 @@ def pack_folder(
         DomainError: See `folder_hash`.
     """
     digest = hashlib.sha256()
-    entries = _entries(folder, exclude=exclude, max_bytes=max_bytes)
+    entries = _entries(folder, exclude=exclude, max_bytes=max_bytes, follow_links=follow_links)
     archive.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(archive)
     try:
@@ -231,18 +246,20 @@ def _must_match(what: str, found: str, wanted: str) -> None:
 
 def _has_hash(folder: Path, wanted: str) -> bool:
     try:
-        return folder.is_dir() and folder_hash(folder) == wanted
+        return folder.is_dir() and folder_hash(folder, follow_links=True) == wanted
     except (DomainError, OSError):
         return False
 
 
-def _entries(folder: Path, *, exclude: Collection[Path], max_bytes: int | None) -> list[_Entry]:
+def _entries(
+    folder: Path, *, exclude: Collection[Path], max_bytes: int | None, follow_links: bool
+) -> list[_Entry]:
     if not folder.is_dir():
         raise _refused(f"{folder}: not a folder", folder)
     left_out = {path.resolve() for path in exclude}
     entries: list[_Entry] = []
     total = 0
-    for entry in _walk(folder.resolve(), PurePosixPath(), left_out):
+    for entry in _walk(folder.resolve(), PurePosixPath(), left_out, follow_links):
         entries.append(entry)
         total += entry.size_bytes
         if max_bytes is not None and total > max_bytes:
@@ -257,7 +274,9 @@ def _entries(folder: Path, *, exclude: Collection[Path], max_bytes: int | None) 
     return sorted(entries, key=lambda item: item.name)
 
 
-def _walk(folder: Path, prefix: PurePosixPath, left_out: set[Path]) -> Iterator[_Entry]:
+def _walk(
+    folder: Path, prefix: PurePosixPath, left_out: set[Path], follow_links: bool
+) -> Iterator[_Entry]:
     with os.scandir(folder) as found:
         items = sorted(found, key=lambda item: item.name)
     for item in items:
@@ -265,12 +284,13 @@ def _walk(folder: Path, prefix: PurePosixPath, left_out: set[Path]) -> Iterator[
         if item.name.startswith(".") or item.name == "__pycache__" or path in left_out:
             continue
         name = prefix / item.name
-        mode = item.stat(follow_symlinks=False).st_mode
+        # A linked folder is never followed: links to folders may make circles.
+        status = item.stat(follow_symlinks=follow_links and item.is_file())
+        mode = status.st_mode
         if stat.S_ISDIR(mode):
-            yield from _walk(path, name, left_out)
+            yield from _walk(path, name, left_out, follow_links)
         elif stat.S_ISREG(mode):
-            size = item.stat(follow_symlinks=False).st_size
-            yield _Entry(str(name), path, size, bool(mode & stat.S_IXUSR))
+            yield _Entry(str(name), path, status.st_size, bool(mode & stat.S_IXUSR))
         elif stat.S_ISLNK(mode):
             raise _refused(f"{path}: is a symbolic link; put the file itself there", path)
         else:

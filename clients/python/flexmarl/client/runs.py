@@ -43,6 +43,18 @@ class RunSource:
     models: Mapping[str, Path]
 
 
+def check_source(source: RunSource) -> None:
+    """Whether everything can be stored, before anything is started for it.
+
+    Raises:
+        DomainError: A file is too large, or a link or special file; named.
+    """
+    folder_size(source.package, exclude=source.exclude, max_bytes=MAX_BUNDLE_BYTES)
+    _checked_dataset(source.dataset)
+    for folder in sorted(set(source.models.values())):
+        folder_size(folder, follow_links=True)
+
+
 async def store_run(
     store: StoreClient, source: RunSource, *, shards: Sequence[common_pb2.ShardAddress]
 ) -> graph_pb2.Run:
@@ -83,11 +95,11 @@ async def _store_models(
 
 
 async def _store_model(store: StoreClient, folder: Path, archive: Path) -> graph_pb2.ModelRef:
-    if await asyncio.to_thread(folder_size, folder) > MAX_BUNDLE_BYTES:
+    if await asyncio.to_thread(folder_size, folder, follow_links=True) > MAX_BUNDLE_BYTES:
         # Too large to store with the run: every host has to show the same folder.
-        content_hash = await asyncio.to_thread(folder_hash, folder)
+        content_hash = await asyncio.to_thread(folder_hash, folder, follow_links=True)
         return graph_pb2.ModelRef(path=str(folder), content_hash=content_hash)
-    packed = await asyncio.to_thread(pack_folder, folder, archive)
+    packed = await asyncio.to_thread(pack_folder, folder, archive, follow_links=True)
     ref = graph_pb2.ModelRef(
         path=str(folder),
         content_hash=packed.content_hash,
