@@ -50,6 +50,9 @@ MAX_READS: Final = 16
 BACKSTOP_S: Final = 30.0
 """A sample whose worker has said nothing so long after its own deadlines: the worker is ended."""
 
+SLOW_WRITE_S: Final = 1.0
+"""A write that takes longer than this is told among what the run waits for."""
+
 SHORTAGE_S: Final = 10.0
 """How long hosts may be too few for the run's policies: another one may be about to connect."""
 
@@ -157,9 +160,8 @@ class Run:
         ]
         if self._trouble is not None:
             lines.append(self._trouble)
-        elif self.writer.waiting_since is not None:
-            away_s = self._loop.time() - self.writer.waiting_since
-            lines.append(f"MEG Store: has not taken rows for {away_s:.1f} s")
+        elif (waiting_s := self.writer.waiting_s(self._loop.time())) >= SLOW_WRITE_S:
+            lines.append(f"MEG Store: has not taken rows for {waiting_s:.1f} s")
         return lines
 
     def trouble(self, error: DomainError | None) -> None:

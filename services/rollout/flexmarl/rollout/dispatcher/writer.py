@@ -90,8 +90,16 @@ class GraphWriter:
         self._filled = asyncio.Event()
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.waiting_since: float | None = None
+        self._under_way: dict[str, float] = {}
         self.num_in_flight = 0
+
+    def waiting_s(self, now: float) -> float:
+        """How long the oldest write under way waits, by the loop's clock.
+
+        A store that hangs answers nothing, not even an error: the time that passes is all there is
+        to see of it.
+        """
+        return now - min(self._under_way.values(), default=now)
 
     @property
     def idle(self) -> bool:
@@ -169,9 +177,19 @@ class GraphWriter:
 
     async def _persist(self, samples: list[Sample], vertices: list[Vertex]) -> WriteGraphResponse:
         """Repeats a write until it is durable, or refused for good."""
+        first_id = new_request_id()
+        self._under_way[first_id] = asyncio.get_running_loop().time()
+        try:
+            return await self._persist_as(first_id, samples, vertices)
+        finally:
+            del self._under_way[first_id]
+
+    async def _persist_as(
+        self, request_id: str, samples: list[Sample], vertices: list[Vertex]
+    ) -> WriteGraphResponse:
         loop = asyncio.get_running_loop()
         started, told = loop.time(), False
-        term, request_id = self._term(), new_request_id()
+        term = self._term()
         while True:
             try:
                 response = await self._store.write_graph(
@@ -189,13 +207,11 @@ class GraphWriter:
                     # A newer orchestrator has taken the run over: another call, another id.
                     term, request_id = self._term(), new_request_id()
                     continue
-                self.waiting_since = self.waiting_since or started
                 if loop.time() - started > self._patience_s and not told:
                     told = True
                     self._on_trouble(error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self.waiting_since = None
             if told:
                 self._on_trouble(None)
             return response
