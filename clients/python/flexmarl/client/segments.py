@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -204,43 +204,22 @@ class SegmentWriter:
             await self.seal()
 
 
-class Opening:
-    """`await` it for a reader to be closed by hand, or use it as `async with`."""
-
-    def __init__(self, opened: Coroutine[None, None, SegmentReader]) -> None:
-        self._opened = opened
-        self._reader: SegmentReader | None = None
-
-    def __await__(self) -> Generator[None, None, SegmentReader]:
-        return self._opened.__await__()
-
-    async def __aenter__(self) -> SegmentReader:
-        self._reader = await self
-        return self._reader
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._reader is not None:
-            await self._reader.close()
+HeldT = TypeVar("HeldT", bound=SegmentReader | SegmentWriter)
 
 
-class Allocation:
-    """`await` it for a writer to be sealed by hand, or use it as `async with`."""
+class Held(Generic[HeldT]):
+    """`await` it for a segment to be closed or sealed by hand, or use it as `async with`."""
 
-    def __init__(self, allocated: Coroutine[None, None, SegmentWriter]) -> None:
-        self._allocated = allocated
-        self._writer: SegmentWriter | None = None
+    def __init__(self, made: Coroutine[None, None, HeldT]) -> None:
+        self._made = made
+        self._held: HeldT | None = None
 
-    def __await__(self) -> Generator[None, None, SegmentWriter]:
-        return self._allocated.__await__()
+    def __await__(self) -> Generator[None, None, HeldT]:
+        return self._made.__await__()
 
-    async def __aenter__(self) -> SegmentWriter:
-        self._writer = await self
-        return self._writer
+    async def __aenter__(self) -> HeldT:
+        self._held = held = await self
+        return held
 
     async def __aexit__(
         self,
@@ -248,5 +227,5 @@ class Allocation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._writer is not None:
-            await self._writer.__aexit__(kind, error, traceback)
+        if self._held is not None:
+            await self._held.__aexit__(kind, error, traceback)

@@ -23,7 +23,7 @@ from flexmarl.client.channel import Channel, StreamCall
 from flexmarl.client.errors import UnavailableError
 from flexmarl.client.mappings import KeptMappings
 from flexmarl.client.request import new_request_id
-from flexmarl.client.segments import Allocation, Opening, SegmentReader, SegmentWriter
+from flexmarl.client.segments import Held, SegmentReader, SegmentWriter
 
 CHUNK_BYTES = 1 << 20
 
@@ -415,12 +415,12 @@ class StoreClient(ServiceClient):
         *,
         tier: pb.SegmentTier.ValueType = pb.SEGMENT_TIER_MEMORY,
         attributes: Mapping[str, str] | None = None,
-    ) -> Allocation:
+    ) -> Held[SegmentWriter]:
         """Room for buffers, mapped for writing: `async with store.allocate_segment(...) as writer`.
 
         At the end of the block the segment is sealed. Awaited instead, it is the caller's to seal.
         """
-        return Allocation(
+        return Held(
             self._allocate(run_id, key, specs, tier=tier, attributes=dict(attributes or {}))
         )
 
@@ -473,12 +473,12 @@ class StoreClient(ServiceClient):
         response: pb.SealSegmentResponse = await self._call("SealSegment", request)
         return response.object
 
-    def open_segment(self, run_id: str, key: str, *, holder: str) -> Opening:
+    def open_segment(self, run_id: str, key: str, *, holder: str) -> Held[SegmentReader]:
         """A sealed segment, mapped under a lease: `async with store.open_segment(...) as reader`.
 
         Awaited instead, the reader is the caller's to close.
         """
-        return Opening(self._open(run_id, key, holder=holder))
+        return Held(self._open(run_id, key, holder=holder))
 
     async def _open(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
         request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
