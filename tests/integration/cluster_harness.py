@@ -74,7 +74,8 @@ class Cluster:
 
     def down(self) -> None:
         self.note_processes()
-        done = run_cli("down", "--data-dir", str(self.folder), timeout_s=60)
+        # What is stored would stay, in memory too, wherever the folder goes.
+        done = run_cli("down", "--purge", "--data-dir", str(self.folder), timeout_s=60)
         assert done.returncode == 0, done.stdout + done.stderr
 
     @property

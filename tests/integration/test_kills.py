@@ -5,10 +5,13 @@ One cluster serves all runs; each run loses one process once its second version 
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
+import os
+import signal
 import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +35,7 @@ def cluster(tmp_path_factory):
     yield cluster
     cluster.down()
     assert cluster.survivors() == []
-    shutil.rmtree(folder)
+    assert not folder.exists()
 
 
 def service(name: str):
@@ -62,20 +65,66 @@ VICTIMS = {
     "trainer-rank": child("trainer", "rank"),
 }
 
+AT_ONCE = {
+    "store-and-trainer": ("meg-store", "trainer"),
+    "orchestrator-and-dispatcher": ("orchestrator", "dispatcher"),
+    "store-orchestrator-and-engine-host": ("meg-store", "orchestrator", "engine-host"),
+}
+
+PAUSE_S = 20.0
+"""Longer than a status stream stays silent before it is opened again."""
+
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_a_run_survives_the_death_of(victim: str, cluster: Cluster, tmp_path: Path):
-    run_id = f"kill-{victim}-{uuid.uuid4().hex[:6]}"
+    find = VICTIMS[victim]
+
+    async def misfortune() -> None:
+        if find is not None:
+            kill(find(cluster))
+
+    await survive(f"kill-{victim}", misfortune, cluster, tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victims", AT_ONCE)
+async def test_a_run_survives_deaths_at_once_of(victims: str, cluster: Cluster, tmp_path: Path):
+    async def misfortune() -> None:
+        for name in AT_ONCE[victims]:
+            kill(VICTIMS[name](cluster))
+
+    await survive(f"kill-{victims}", misfortune, cluster, tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", ["engine", "meg-store", "trainer-rank"])
+async def test_a_run_survives_the_pause_of(victim: str, cluster: Cluster, tmp_path: Path):
+    async def misfortune() -> None:
+        pid = VICTIMS[victim](cluster)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    await survive(f"pause-{victim}", misfortune, cluster, tmp_path)
+
+
+async def survive(
+    name: str, misfortune: Callable[[], Awaitable[None]], cluster: Cluster, tmp_path: Path
+) -> None:
+    """A run that something happens to after its second version ends whole."""
+    run_id = f"{name}-{uuid.uuid4().hex[:6]}"
     client = cluster.train(run_id, SIZE, tmp_path)
     try:
-        find = VICTIMS[victim]
-        if find is not None:
-            await eventually(
-                lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
-            )
-            cluster.note_processes()
-            kill(find(cluster))
+        await eventually(
+            lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
+        )
+        cluster.note_processes()
+        await misfortune()
         await eventually(lambda: client.poll() is not None, what="the run's end", timeout_s=150)
         output = client.stdout.read()
         assert client.returncode == 0, output
