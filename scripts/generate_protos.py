@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,9 @@ def generate(out: Path) -> None:
     """Writes messages, stubs and type stubs of every contract below `out`."""
     sources = sorted(p for p in (PROTOS / "flexmarl").rglob("*.proto"))
     include = Path(grpc_tools.__file__).parent / "_proto"
+    # protoc looks for its plugins by PATH, where an environment that is not activated is missing.
+    plugins = Path(sys.executable).parent
+    os.environ["PATH"] = f"{plugins}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     status = protoc.main(
         [
             "protoc",

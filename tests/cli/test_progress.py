@@ -101,7 +101,8 @@ def test_the_screen_names_a_policy_that_trains_on_nothing():
     assert "not trained at version 1: merger (no_reward 16)" in console.export_text()
 
 
-def test_the_live_view_ends_with_the_last_state(capsys):
+def test_the_live_view_ends_with_the_last_state(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(width=140, force_terminal=True)
     with LiveView(console) as view:
         view.update(message(report(0, 0.125)))
