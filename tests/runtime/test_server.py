@@ -259,12 +259,15 @@ async def test_the_address_file_appears_with_readiness_and_goes_with_the_server(
         services=[NAME],
     )
     await server.start()
-    assert not address_file.exists()
     server.set_ready(True)
+    assert not address_file.exists()  # a signal would not yet end the service in order
+    serving = asyncio.create_task(server.serve_until_signal())
+    await asyncio.sleep(0)
     described = json.loads(address_file.read_text())
     assert described["address"] == f"localhost:{server.port}"
     assert described["service"] == "echo"
-    await server.stop()
+    server.request_stop("the test is over")
+    await serving
     assert not address_file.exists()
     assert list(address_file.parent.iterdir()) == []
 

@@ -86,6 +86,7 @@ class GrpcServer:
         self._health = Health(self._services)
         self._drain_hooks: list[DrainHook] = []
         self._stopping = asyncio.Event()
+        self._handles_signals = False
         self._stop_reason = ""
         self._stop_error: BaseException | None = None
         self._server: grpc.aio.Server | None = None
@@ -140,11 +141,11 @@ class GrpcServer:
     def set_ready(self, ready: bool, *, service: str | None = None) -> None:
         """Report SERVING or NOT_SERVING for one service name, or for all.
 
-        The address file appears when all are ready for the first time.
+        The address file appears when all are ready and signals are handled: who finds it may
+        already send one.
         """
         self._health.set_ready(ready, service=service)
-        if self._health.is_ready() and self._config.address_file is not None:
-            write_json_atomically(self._config.address_file, self._describe())
+        self._announce()
 
     def on_drain(self, hook: DrainHook) -> None:
         """Run `hook` at stop, before calls are cut; it ends long-lived streams and flushes."""
@@ -167,6 +168,8 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop, signal.Signals(number).name)
+        self._handles_signals = True
+        self._announce()
         try:
             await self._stopping.wait()
         finally:
@@ -190,6 +193,11 @@ class GrpcServer:
         if self._config.address_file is not None:
             self._config.address_file.unlink(missing_ok=True)
         _log.info("stopped")
+
+    def _announce(self) -> None:
+        file = self._config.address_file
+        if file is not None and self._handles_signals and self._health.is_ready():
+            write_json_atomically(file, self._describe())
 
     async def _drain(self) -> None:
         end = time.monotonic() + self._config.drain_s
