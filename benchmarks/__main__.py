@@ -14,6 +14,8 @@ import sys
 from benchmarks.report import Report
 
 NAMES = ("store", "rollout", "trainer", "pipeline")
+PARTS = {"rollout": ("rollout", "weight_updates")}
+"""Modules of a name; the module of that name where none are listed."""
 
 
 def main() -> int:
@@ -22,17 +24,18 @@ def main() -> int:
     parser.add_argument("name", choices=[*NAMES, "all"])
     chosen = parser.parse_args().name
     names = NAMES if chosen == "all" else (chosen,)
-    built = [name for name in names if importlib.util.find_spec(f"benchmarks.{name}")]
-    missing = [name for name in names if name not in built]
+    modules = [module for name in names for module in PARTS.get(name, (name,))]
+    built = [module for module in modules if importlib.util.find_spec(f"benchmarks.{module}")]
+    missing = [module for module in modules if module not in built]
     if missing:
         print(f"no benchmark so far: {', '.join(missing)}", file=sys.stderr)
     if not built:
         return 2
     report = Report()
     try:
-        for name in built:
-            report.progress(f"{name}: measuring")
-            importlib.import_module(f"benchmarks.{name}").run(report)
+        for module in built:
+            report.progress(f"{module}: measuring")
+            importlib.import_module(f"benchmarks.{module}").run(report)
     finally:
         report.close()
     return 0

@@ -17,9 +17,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,6 +39,7 @@ from flexmarl.runtime.run_config import RunConfig
 RUN = "bench"
 CALLS_PER_SAMPLE = 8
 MODEL = Path(__file__).parents[1] / "examples/quickstart/model"
+DEFAULT_POLICY: Mapping[str, Any] = {"model": {"path": str(MODEL)}}
 SERVICES = ("meg_store", "dispatcher", "engine-host")
 
 TEAM = f"""
@@ -74,8 +76,8 @@ class Measured:
 async def _measure(*, in_flight: int, samples: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         folder = Path(scratch)
-        async with _cluster(folder) as (store, rollout, pids):
-            await _open(store, rollout, folder, in_flight)
+        async with cluster(folder, dispatcher=["engine=instant"]) as (store, rollout, pids):
+            await open_run(store, rollout, folder, max_samples_per_worker=in_flight)
             await _batch(store, rollout, 0, samples // 5)  # warms up
             before = _cpu_s(pids)
             started = time.perf_counter()
@@ -88,9 +90,10 @@ async def _measure(*, in_flight: int, samples: int) -> Measured:
 
 
 @contextlib.asynccontextmanager
-async def _cluster(
-    folder: Path,
+async def cluster(
+    folder: Path, *, dispatcher: Sequence[str] = (), host: Sequence[str] = ()
 ) -> AsyncIterator[tuple[StoreClient, RolloutClient, dict[str, int]]]:
+    """Store, dispatcher and engine host as processes; their further settings, and their pids."""
     shm = Path(f"/dev/shm/flexmarl-bench-{uuid.uuid4().hex[:12]}")
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -100,11 +103,11 @@ async def _cluster(
         )  # fmt: skip
         rollout_at = await _start(
             processes, folder, "dispatcher", "flexmarl.rollout",
-            f"data_dir={folder / 'dispatcher'}", "engine=instant",
+            f"data_dir={folder / 'dispatcher'}", *dispatcher,
         )  # fmt: skip
         await _start(
             processes, folder, "engine-host", "flexmarl.rollout", "role=engine-host",
-            f"data_dir={folder / 'host'}", f"dispatcher={rollout_at}",
+            f"data_dir={folder / 'host'}", f"dispatcher={rollout_at}", *host,
         )  # fmt: skip
         store, rollout = StoreClient.connect(store_at), RolloutClient.connect(rollout_at)
         async with store, rollout:
@@ -139,7 +142,15 @@ async def _start(
     return str(json.loads(address_file.read_text())["address"])
 
 
-async def _open(store: StoreClient, rollout: RolloutClient, folder: Path, in_flight: int) -> None:
+async def open_run(
+    store: StoreClient,
+    rollout: RolloutClient,
+    folder: Path,
+    *,
+    policy: Mapping[str, Any] = DEFAULT_POLICY,
+    max_samples_per_worker: int = 64,
+) -> None:
+    """Stores and opens a run of one agent whose policy is `p`."""
     package = folder / "package"
     package.mkdir()
     (package / "team.py").write_text(TEAM)
@@ -153,16 +164,17 @@ async def _open(store: StoreClient, rollout: RolloutClient, folder: Path, in_fli
             "batch": {"groups": 1, "samples_per_group": 1},
             "workflow": {
                 "package": str(package), "entry": "team:team", "reward": "team:reward",
-                "max_samples_per_worker": in_flight,
+                "max_samples_per_worker": max_samples_per_worker,
             },
-            "policies": {"p": {"model": {"path": str(MODEL)}}},
+            "policies": {"p": policy},
             "agents": {"agent": {"policy": "p", "prompt": "{text}>", "max_tokens": 4}},
         }
     )  # fmt: skip
     shards = [ShardAddress(name="s0", address=store.address)]
     source = RunSource(
         run_id=RUN, config_json=config.model_dump_json().encode(), portable_config_json=b"{}",
-        package=package, exclude=(), dataset=dataset, models={"p": MODEL},
+        package=package, exclude=(), dataset=dataset,
+        models={"p": Path(policy["model"]["path"])},
     )  # fmt: skip
     await store_run(store, source, shards=shards)
     await store.acquire_term(RUN, "orchestrator", holder="bench")

@@ -38,7 +38,11 @@ class EngineHostConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceWanted:
-    """One instance of a plan; another spec under the same id is another instance."""
+    """One instance of a plan; another spec under the same id is another instance.
+
+    Attributes:
+        options: What only its engine understands; compared and passed on.
+    """
 
     instance_id: str
     run_id: str
@@ -49,6 +53,7 @@ class InstanceWanted:
     max_concurrency: int
     dtype: str
     max_context: int
+    options: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,11 +172,56 @@ class SamplingConfig(_Section):
     """Accept that log-probs and draws follow different distributions."""
 
 
+class SimulatedConfig(_Section):
+    """Latency model of the engine "simulated"; seconds are emulated ones."""
+
+    time_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Wall seconds that an emulated second takes."""
+    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
+    """Prompt tokens per second of one request."""
+    decode_tokens_per_s: Annotated[float, Field(gt=0)] = 40.0
+    """Response tokens per second of one request, whatever else runs."""
+    load_s: Annotated[float, Field(ge=0)] = 0.0
+    """Taking over other weights; the instance serves nobody meanwhile."""
+    move_s: Annotated[float, Field(ge=0)] = 0.0
+    """Taking over this policy's weights after another policy's."""
+
+
+class VllmConfig(_Section):
+    """Options of the engine "vllm"."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Devices that share the model."""
+    enforce_eager: bool = True
+    """Skip graph compilation: starts in seconds; false computes faster on GPUs."""
+    seeded: bool = True
+    """Send each call's seed, so that a repeated attempt draws the same tokens."""
+    args: tuple[str, ...] = ()
+    """Further arguments of vLLM's OpenAI server; they win over ours."""
+
+
+class ExternalConfig(_Section):
+    """Where the server of the engine "external" is; it runs already and is not updated."""
+
+    url: str
+    """Base URL of its OpenAI-compatible API, such as "http://host:8000"."""
+    model: str
+    """Model to ask it for."""
+    api_key_variable: str = ""
+    """Environment variable of the engine hosts that holds the API key; empty means none."""
+
+
 class PolicyRolloutConfig(_Section):
     """Inference instances of a policy."""
 
-    engine: Literal["transformers"] = "transformers"
-    """Engine that serves it."""
+    engine: Literal["transformers", "vllm", "external", "simulated"] = "transformers"
+    """Engine that serves it; "simulated" takes the time of a model and computes none."""
+    vllm: VllmConfig = VllmConfig()
+    """Options of engine "vllm"."""
+    external: ExternalConfig | None = None
+    """Where the server is; required with engine "external"."""
+    simulated: SimulatedConfig | None = None
+    """Latency model; required with engine "simulated"."""
     instances: Annotated[int, Field(ge=1)] = 1
     """Replicas at start."""
     max_concurrency: Annotated[int, Field(ge=1)] = 64
@@ -185,6 +230,16 @@ class PolicyRolloutConfig(_Section):
     """Compute dtype."""
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt plus response in tokens; unset means the model's own limit."""
+
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 2 << 30
+    """Most bytes of an instance's key-value cache."""
+
+    @model_validator(mode="after")
+    def _options_of_the_engine(self) -> PolicyRolloutConfig:
+        for section in ("simulated", "external"):
+            if self.engine == section and getattr(self, section) is None:
+                raise ValueError(f'rollout.engine = "{section}" needs a section rollout.{section}')
+        return self
 
 
 class PolicyTrainerConfig(_Section):
@@ -227,6 +282,11 @@ class PolicyConfig(_Section):
             raise ValueError(
                 "sampling.top_p/top_k cut the distribution of a trained policy, so ratios would be "
                 "wrong; remove them or set sampling.allow_truncated = true"
+            )
+        if self.kind == "trained" and self.rollout.engine == "external":
+            raise ValueError(
+                'rollout.engine = "external" serves what it has and takes no weights; '
+                'use kind = "frozen"'
             )
         if self.kind == "trained" and self.sampling.temperature == 0:
             raise ValueError(

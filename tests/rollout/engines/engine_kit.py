@@ -65,6 +65,7 @@ def write_segment(path: Path, model, *, version: int, tied_twice: bool = False) 
     path.write_bytes(data)
     return EngineLoad(
         load_id=f"load{version}",
+        policy="p",
         path=str(path),
         buffers=buffers,
         version=version,
@@ -81,7 +82,7 @@ def make_engine(folder: Path, **settings) -> Engine:
         "max_context": 0,
         "max_concurrency": 16,
     }
-    return build_engine(EngineSettings(**{**defaults, **settings}))
+    return build_engine(EngineSettings(**{**defaults, **settings}), wake=lambda: None)
 
 
 def request(
@@ -116,7 +117,7 @@ def request(
 def drain(engine: Engine) -> dict[str, GenerateResult]:
     results: dict[str, GenerateResult] = {}
     for _ in range(1000):
-        if not engine.busy:
+        if engine.due_in_s is None:
             return results
         results.update((result.attempt_id, result) for result in engine.step())
     raise AssertionError("the engine does not come to an end")

@@ -54,7 +54,7 @@ def random_requests(n: int, *, seed: int = 1):
 def run_staggered(engine, requests, *, seed: int):
     """Submit in small random pieces, so that requests join while others decode."""
     rng, waiting, results = random.Random(seed), list(requests), {}
-    while waiting or engine.busy:
+    while waiting or engine.due_in_s is not None:
         count = rng.randint(0, 4)
         engine.submit(waiting[:count])
         del waiting[:count]

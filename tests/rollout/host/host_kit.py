@@ -200,7 +200,12 @@ async def running_host(dispatcher: FakeDispatcher, data_dir: Path, *, preload=()
     failures: list[BaseException] = []
     ready: list[bool] = []
     background = Background(lambda _, error: failures.append(error))
-    launcher = Launcher(record=data_dir / "children.json", threads=1, preload=preload)
+    launcher = Launcher(
+        record=data_dir / "children.json",
+        threads=1,
+        preload=preload,
+        vllm_python=settings.vllm_python,
+    )
     store = StoreAccess(FolderStore, cache_dir=data_dir / "models", holder="h0")
     host = Host(
         settings, launcher=launcher, background=background, store=store, set_ready=ready.append

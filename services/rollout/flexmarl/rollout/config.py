@@ -27,6 +27,8 @@ class RolloutConfig(ServiceConfig):
     """Engine host: most instances it runs; 0 means as many as asked for."""
     engine_threads: Annotated[int, Field(ge=1)] = 1
     """Engine host: compute threads of each engine process."""
+    vllm_python: str = ""
+    """Engine host: interpreter that has vLLM, or a container command that runs one."""
     host_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """Dispatcher: how long a lost engine host may take to come back before its attempts fail."""
     store_patience_s: Annotated[float, Field(gt=0)] = 60.0

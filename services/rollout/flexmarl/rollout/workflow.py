@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["CallError", "Context", "FinishedSample", "Message", "Output", "Rewards"]
+__all__ = ["CallError", "Context", "FinishedSample", "Message", "Output", "Rewards", "Simulated"]
 
 T = TypeVar("T")
 
@@ -86,6 +86,19 @@ class Output:
         return f"Output({self.agent} {self.path}: {self.text!r})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a simulated engine makes of one call; every other engine takes no notice of it.
+
+    Attributes:
+        output_tokens: Length of the response, cut at the agent's max_tokens; 0: max_tokens.
+        tool_s: Emulated seconds that a tool holds the engine's slot before the first token.
+    """
+
+    output_tokens: int = 0
+    tool_s: float = 0.0
+
+
 class Context(Protocol):
     """What a workflow is given beside its query."""
 
@@ -96,6 +109,7 @@ class Context(Protocol):
         after: Output | Iterable[Output] | None = None,
         key: str | None = None,
         messages: Iterable[Message] | None = None,
+        simulated: Simulated | None = None,
         **template_args: Any,  # noqa: ANN401 - whatever the user's template takes
     ) -> Coroutine[Any, Any, Output]:
         """Calls an agent; await it, gather it, or make a task of it.
@@ -105,6 +119,7 @@ class Context(Protocol):
             after: Outputs that this call needs beyond those among its arguments.
             key: Names the call where the number of earlier calls may vary; replaces its number.
             messages: Chat messages, instead of the agent's template.
+            simulated: What an engine without a model makes of the call; for measurements.
             template_args: Values of the template's placeholders; Outputs among them, also within
                 lists and dicts, become edges.
 

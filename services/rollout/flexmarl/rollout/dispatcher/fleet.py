@@ -21,6 +21,7 @@ from flexmarl.core.errors import DomainError
 from flexmarl.core.placement import HostRoom, check_capacity, instance_id, place
 from flexmarl.core.weight_loads import Load, decide_loads
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
+from flexmarl.rollout.dispatcher.engine_options import engine_options
 from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
 from flexmarl.rollout.dispatcher.instances import Instance, InstanceBook
 from flexmarl.runtime.logging import get_logger
@@ -286,6 +287,7 @@ def _instance_specs(
                 max_concurrency=policy.rollout.max_concurrency,
                 dtype=policy.rollout.dtype,
                 max_context=policy.rollout.max_context or 0,
+                options=engine_options(config, name),
             )
             specs[spec.instance_id] = spec
     return specs

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
+    EngineOptions,
     EngineReady,
     GenerateRequest,
     GenerateResult,
 )
+
+DEFAULT_KV_CACHE_BYTES: Final = 2 << 30
+"""Bound of the key-value cache of an instance whose policy names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,8 @@ class EngineSettings:
         threads: Compute threads.
         kv_cache_bytes: Bound of the key-value cache; one sequence is always admitted.
         device: Torch device.
+        options: Serialized `EngineOptions` in hexadecimal: what only some engines know.
+        vllm_python: Command of an interpreter that has vLLM, as a shell splits it.
     """
 
     engine: str
@@ -42,8 +48,18 @@ class EngineSettings:
     max_context: int
     max_concurrency: int
     threads: int = 1
-    kv_cache_bytes: int = 2 << 30
+    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     device: str = "cpu"
+    options: str = ""
+    vllm_python: str = ""
+
+    def parsed_options(self) -> EngineOptions:
+        """Options that only some engines know."""
+        return EngineOptions.FromString(bytes.fromhex(self.options))
+
+
+class EngineBrokenError(Exception):
+    """The engine holds nothing that may be served: its process must end, and start anew."""
 
 
 class Engine(Protocol):
@@ -51,6 +67,9 @@ class Engine(Protocol):
 
     I11: it draws no token before `load` has taken over weights of a named version, checked by
     content, and nothing computed under old weights is used under new ones.
+
+    An engine that works in threads of its own calls `wake`, which its factory was given, whenever
+    `step` has something to hand over.
     """
 
     def ready(self) -> EngineReady:
@@ -58,8 +77,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has work to do."""
+    def due_in_s(self) -> float | None:
+        """Seconds until `step` has work to do; 0: now; None: not before a command or a wake."""
         ...
 
     def submit(self, requests: Iterable[GenerateRequest]) -> None:
@@ -71,9 +90,13 @@ class Engine(Protocol):
         ...
 
     def load(self, load: EngineLoad) -> EngineLoaded:
-        """Take weights over; on failure the old ones are kept and served on."""
+        """Take weights over; on failure the old ones are kept and served on.
+
+        Raises:
+            EngineBrokenError: Neither the old nor the new ones are whole.
+        """
         ...
 
     def step(self) -> list[GenerateResult]:
-        """Advance every sequence by a token; returns the attempts that ended."""
+        """Do what is due, such as a token of every sequence; returns the attempts that ended."""
         ...

@@ -2,16 +2,20 @@
 
 Two threads. The reader waits for frames of the host (freed by a frame, or by the end of the link,
 which also ends the process, I15) and queues the parsed commands. The main thread takes commands
-between steps, and waits for one only when the engine has nothing to do. The queue is bounded by
-what the host may have in flight; a full one stops the reader and so the host.
+between steps, and waits for one (or for a wake of the engine's own threads) while the engine has
+nothing to do. The queue is bounded by what the host may have in flight; a full one stops the reader
+and so the host.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import sys
 import threading
 from dataclasses import fields
+from functools import partial
 from typing import Any, Final
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
@@ -21,7 +25,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     ResultBatch,
 )
 from flexmarl.core.errors import DomainError
-from flexmarl.rollout.engines.base import Engine, EngineSettings
+from flexmarl.rollout.engines.base import Engine, EngineBrokenError, EngineSettings
 from flexmarl.rollout.engines.registry import build_engine
 from flexmarl.rollout.engines.results import failure_of
 from flexmarl.runtime.child_link import ChildLink
@@ -29,7 +33,13 @@ from flexmarl.runtime.child_link import ChildLink
 EXIT_MODEL_REFUSED: Final = 3
 """Exit code of an engine whose model cannot be built; its `EngineReady` said why."""
 
+EXIT_BROKEN: Final = 5
+"""Exit code of an engine that holds nothing that may be served."""
+
 _MAX_QUEUED_COMMANDS: Final = 4096
+
+_WAKE: Final = EngineCommand()
+"""No command: the engine has something to do."""
 
 _Commands = queue.Queue[EngineCommand | None]
 
@@ -42,15 +52,24 @@ def main(args: dict[str, Any]) -> int:
     """
     settings = EngineSettings(**{field.name: args[field.name] for field in fields(EngineSettings)})
     link = ChildLink.from_environment()
+    commands: _Commands = queue.Queue(_MAX_QUEUED_COMMANDS)
     try:
-        engine = build_engine(settings)
+        engine = build_engine(settings, wake=partial(_wake, commands))
     except DomainError as error:
         ready = EngineReady(failure=failure_of(error))
         link.send(EngineEvent(ready=ready).SerializeToString())
         sys.stderr.write(f"engine {settings.instance_id}: {error}\n")
         return EXIT_MODEL_REFUSED
     link.send(EngineEvent(ready=engine.ready()).SerializeToString())
-    commands: _Commands = queue.Queue(_MAX_QUEUED_COMMANDS)
+    try:
+        return _run(engine, link, commands)
+    except EngineBrokenError as error:
+        sys.stderr.write(f"engine {settings.instance_id}: {error}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_BROKEN)  # at once: threads of the engine may wait for what will not come
+
+
+def _run(engine: Engine, link: ChildLink, commands: _Commands) -> int:
     threading.Thread(target=_read, args=(link, commands), name="reader", daemon=True).start()
     _serve(engine, link, commands)
     return 0
@@ -62,15 +81,23 @@ def _read(link: ChildLink, commands: _Commands) -> None:
     commands.put(None)
 
 
+def _wake(commands: _Commands) -> None:
+    with contextlib.suppress(queue.Full):  # then the engine is not asleep
+        commands.put_nowait(_WAKE)
+
+
 def _serve(engine: Engine, link: ChildLink, commands: _Commands) -> None:
     while True:
-        if not engine.busy and not _handle(commands.get(), engine, link):
-            return
+        due_in_s = engine.due_in_s
+        if due_in_s is None or due_in_s > 0:
+            with contextlib.suppress(queue.Empty):
+                if not _handle(commands.get(timeout=due_in_s), engine, link):
+                    return
         # What came meanwhile joins before the step. Only this thread takes from the queue.
         while not commands.empty():
             if not _handle(commands.get_nowait(), engine, link):
                 return
-        if engine.busy and (results := engine.step()):
+        if results := engine.step():
             event = EngineEvent(results=ResultBatch(results=results))
             link.send(event.SerializeToString())
 

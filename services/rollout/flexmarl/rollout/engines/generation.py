@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
-from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.engines.admission import token_limit
 from flexmarl.rollout.engines.draw import RowSampling, row_sampling
 from flexmarl.rollout.engines.results import version_run
 
@@ -84,36 +84,14 @@ class Generation:
 
 
 def begin(
-    request: GenerateRequest,
-    *,
-    max_context: int,
-    vocab_size: int,
-    weights_hash: str,
-    now_ns: int,
+    request: GenerateRequest, *, max_context: int, weights_hash: str, now_ns: int
 ) -> Generation:
-    """Check a request and make its sequence.
-
-    Raises:
-        DomainError: PROMPT_TOO_LONG, INVALID_ARGUMENT.
-    """
+    """Make the sequence of a request that was admitted."""
     prompt, sampling = list(request.prompt_tokens), request.sampling
-    if len(prompt) >= max_context:
-        raise DomainError(
-            ErrorReason.PROMPT_TOO_LONG,
-            f"{request.attempt_id}: prompt of {len(prompt)} tokens leaves no room for a response "
-            f"in a context of {max_context}",
-            {"prompt_tokens": str(len(prompt)), "max_context": str(max_context)},
-        )
-    if not prompt or max(prompt) >= vocab_size:
-        raise _invalid(request, f"prompt must be tokens below {vocab_size}, at least one")
-    if sampling.max_tokens < 1:
-        raise _invalid(request, "sampling.max_tokens must be at least 1")
-    if not sampling.temperature >= 0 or not 0 <= sampling.top_p <= 1:
-        raise _invalid(request, "sampling.temperature must be >= 0, sampling.top_p within (0, 1]")
     return Generation(
         request=request,
         prompt=prompt,
-        limit=min(sampling.max_tokens, max_context - len(prompt)),
+        limit=token_limit(request, max_context=max_context),
         stop=frozenset(sampling.stop_token_ids),
         # An unset top_p is 0 on the wire; it cannot mean an empty nucleus.
         sampling=row_sampling(
@@ -124,7 +102,3 @@ def begin(
         weights_hash=weights_hash,
         started_ns=now_ns,
     )
-
-
-def _invalid(request: GenerateRequest, message: str) -> DomainError:
-    return DomainError(ErrorReason.INVALID_ARGUMENT, f"{request.attempt_id}: {message}")

@@ -7,7 +7,7 @@ moves the version, so the protocol around it is the real one. Run configurations
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     EngineLoad,
@@ -16,34 +16,47 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     GenerateRequest,
     GenerateResult,
 )
+from flexmarl.rollout.engines.admission import WAITING_PER_SLOT, Admission, token_limit
 from flexmarl.rollout.engines.base import EngineSettings
-from flexmarl.rollout.engines.results import refused_version, version_run
+from flexmarl.rollout.engines.results import version_run
 
 _VOCAB_SIZE = 256
 
 
-def build(settings: EngineSettings) -> InstantEngine:
+def build(settings: EngineSettings, _wake: Callable[[], None]) -> InstantEngine:
     """Build the engine."""
-    return InstantEngine(max_context=settings.max_context or 1 << 20)
+    return InstantEngine(
+        Admission(
+            max_context=settings.max_context or 1 << 20,
+            vocab_size=_VOCAB_SIZE,
+            max_waiting=WAITING_PER_SLOT * settings.max_concurrency,
+        )
+    )
 
 
 class InstantEngine:
-    """Answers at once."""
+    """Answers at once.
 
-    def __init__(self, *, max_context: int) -> None:
-        self._max_context = max_context
+    Args:
+        admission: Which requests are taken.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self._version: int | None = None
         self._weights_hash = ""
         self._ended: list[GenerateResult] = []
 
     def ready(self) -> EngineReady:
         """Describe the model that is not there."""
-        return EngineReady(max_context=self._max_context, vocab_size=_VOCAB_SIZE)
+        return EngineReady(
+            max_context=self._admission.max_context, vocab_size=self._admission.vocab_size
+        )
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has work to do."""
-        return bool(self._ended)
+    def due_in_s(self) -> float | None:
+        """Now while there are answers."""
+        return 0.0 if self._ended else None
 
     def submit(self, requests: Iterable[GenerateRequest]) -> None:
         """Answer."""
@@ -66,9 +79,13 @@ class InstantEngine:
         return ended
 
     def _answer(self, request: GenerateRequest, now_ns: int) -> GenerateResult:
-        if request.version != self._version:
-            return refused_version(request, version=self._version, now_ns=now_ns)
-        num_tokens, seed = request.sampling.max_tokens, request.sampling.seed
+        refused = self._admission.refusal(
+            request, version=self._version, num_waiting=0, now_ns=now_ns
+        )
+        if refused is not None:
+            return refused
+        seed = request.sampling.seed
+        num_tokens = token_limit(request, max_context=self._admission.max_context)
         return GenerateResult(
             attempt_id=request.attempt_id,
             instance_id=request.instance_id,

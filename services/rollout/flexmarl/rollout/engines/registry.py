@@ -9,11 +9,17 @@ from typing import Final, cast
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.base import Engine, EngineSettings
 
+Wake = Callable[[], None]
+Factory = Callable[[EngineSettings, Wake], Engine]
+
 FACTORIES: Final[Mapping[str, str]] = {
     "transformers": "flexmarl.rollout.engines.transformers_engine:build",
     "instant": "flexmarl.rollout.engines.instant_engine:build",
+    "simulated": "flexmarl.rollout.engines.simulated_engine:build",
+    "vllm": "flexmarl.rollout.engines.vllm_engine:build",
+    "external": "flexmarl.rollout.engines.external_engine:build",
 }
-"""Name of an engine -> "module:function" that builds it from its settings."""
+"""Name of an engine -> "module:function" that builds it from its settings and a wake."""
 
 PRELOAD: Final = (
     "flexmarl.rollout.engines.transformers_engine",
@@ -36,12 +42,16 @@ def check_engine(name: str) -> str:
     return name
 
 
-def build_engine(settings: EngineSettings) -> Engine:
+def build_engine(settings: EngineSettings, *, wake: Wake) -> Engine:
     """Build the engine that the settings name.
+
+    Args:
+        settings: As it is started.
+        wake: What it may call, from any thread, when its `step` has something to hand over.
 
     Raises:
         DomainError: NOT_BUILT, MODEL_INVALID.
     """
     module, _, function = FACTORIES[check_engine(settings.engine)].partition(":")
-    factory = cast("Callable[[EngineSettings], Engine]", getattr(import_module(module), function))
-    return factory(settings)
+    factory = cast("Factory", getattr(import_module(module), function))
+    return factory(settings, wake)

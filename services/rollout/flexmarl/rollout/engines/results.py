@@ -53,6 +53,13 @@ def refused_version(
     )
 
 
+def cut_by_load(request: GenerateRequest, *, version: int, now_ns: int) -> GenerateResult:
+    """The end of a running attempt whose weights were replaced: it must not go on (I4)."""
+    message = f"{request.attempt_id}: version {version} was loaded under it"
+    why = failure(ErrorReason.WEIGHTS_MISMATCH, message)
+    return failed(request, why, infrastructure=True, now_ns=now_ns)
+
+
 def version_run(*, version: int, num_tokens: int) -> list[VersionRun]:
     """The single run of a response sampled under one version; empty for an empty response."""
     return [VersionRun(version=version, num_tokens=num_tokens)] if num_tokens else []

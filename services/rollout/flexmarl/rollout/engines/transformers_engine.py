@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,21 +25,19 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.sampling import uniform
+from flexmarl.rollout.engines.admission import WAITING_PER_SLOT, Admission
 from flexmarl.rollout.engines.base import EngineSettings
 from flexmarl.rollout.engines.causal_model import CausalModel
 from flexmarl.rollout.engines.draw import draw
 from flexmarl.rollout.engines.generation import Generation, begin
-from flexmarl.rollout.engines.results import failed, failure, failure_of, refused_version
+from flexmarl.rollout.engines.results import cut_by_load, failure, failure_of
 from flexmarl.rollout.engines.weights import take_over
 
 _PREFILL_TOKENS: Final = 8192
 """Padded tokens of one prefill pass: bounds its memory, and how long running sequences wait."""
 
-_WAITING_PER_SLOT: Final = 4
-"""Requests that may wait, per slot; the dispatcher sends no more than the slots."""
 
-
-def build(settings: EngineSettings) -> TransformersEngine:
+def build(settings: EngineSettings, _wake: Callable[[], None]) -> TransformersEngine:
     """Build the engine, without weights.
 
     Raises:
@@ -66,6 +64,11 @@ class TransformersEngine:
     def __init__(self, model: CausalModel, settings: EngineSettings) -> None:
         self._model = model
         self._max_concurrency = settings.max_concurrency
+        self._admission = Admission(
+            max_context=model.shape.max_context,
+            vocab_size=model.shape.vocab_size,
+            max_waiting=WAITING_PER_SLOT * settings.max_concurrency,
+        )
         self._kv_cache_bytes = settings.kv_cache_bytes
         self._version: int | None = None
         self._weights_hash = ""
@@ -79,35 +82,31 @@ class TransformersEngine:
         return EngineReady(max_context=shape.max_context, vocab_size=shape.vocab_size)
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has work to do."""
-        return bool(self._running or self._waiting or self._ended)
+    def due_in_s(self) -> float | None:
+        """Now while anything runs: the engine computes whenever it can."""
+        return 0.0 if self._running or self._waiting or self._ended else None
 
     def submit(self, requests: Iterable[GenerateRequest]) -> None:
         """Accept requests; refusals come out of the next step."""
-        now_ns, shape = time.time_ns(), self._model.shape
+        now_ns = time.time_ns()
         for request in requests:
-            if request.version != self._version or self._version is None:
-                refused = refused_version(request, version=self._version, now_ns=now_ns)
+            refused = self._admission.refusal(
+                request,
+                version=self._version,
+                num_waiting=len(self._waiting),
+                now_ns=now_ns,
+            )
+            if refused is not None:
                 self._ended.append(refused)
                 continue
-            if len(self._waiting) >= _WAITING_PER_SLOT * self._max_concurrency:
-                why = failure(ErrorReason.QUEUE_FULL, f"{request.instance_id}: too many requests")
-                self._ended.append(failed(request, why, infrastructure=True, now_ns=now_ns))
-                continue
-            try:
-                generation = begin(
+            self._waiting.append(
+                begin(
                     request,
-                    max_context=shape.max_context,
-                    vocab_size=shape.vocab_size,
+                    max_context=self._admission.max_context,
                     weights_hash=self._weights_hash,
                     now_ns=now_ns,
                 )
-            except DomainError as error:
-                why = failure_of(error)
-                self._ended.append(failed(request, why, infrastructure=False, now_ns=now_ns))
-                continue
-            self._waiting.append(generation)
+            )
 
     def abort(self, attempt_ids: Sequence[str]) -> None:
         """End attempts with the tokens that they have."""
@@ -223,12 +222,9 @@ class TransformersEngine:
         self._ended.append(generation.result(finish_reason="", now_ns=now_ns, failure=why))
 
     def _cut_all(self, version: int) -> None:
-        """Other weights came under running attempts: what they drew must not go on (I4)."""
         now_ns = time.time_ns()
         for generation in (*self._running, *self._waiting):
-            message = f"{generation.request.attempt_id}: version {version} was loaded under it"
-            why = failure(ErrorReason.WEIGHTS_MISMATCH, message)
-            self._ended.append(failed(generation.request, why, infrastructure=True, now_ns=now_ns))
+            self._ended.append(cut_by_load(generation.request, version=version, now_ns=now_ns))
         self._running.clear()
         self._waiting.clear()
 

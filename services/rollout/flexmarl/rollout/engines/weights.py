@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineBuffer, EngineLoad
-from flexmarl.client.buffers import Buffer, BufferSpec, content_hash
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.engines.segment import map_checked
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -37,51 +36,11 @@ def take_over(model: Any, load: EngineLoad) -> None:  # noqa: ANN401 - transform
     Raises:
         DomainError: CHECKSUM_MISMATCH, WEIGHTS_MISMATCH, SEGMENT_NOT_FOUND; the model is unchanged.
     """
-    memory = _map(load)
-    _check_content(memory, load)
+    memory = map_checked(load)
     pairs = _matched(model, memory, load.buffers)
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source)
-
-
-def _map(load: EngineLoad) -> mmap.mmap:
-    """The segment's bytes; unmapped when the last view of them goes."""
-    try:
-        with Path(load.path).open("rb") as file:
-            # Private and writable: torch warns about read-only memory, and nothing writes to it.
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise DomainError(
-            ErrorReason.SEGMENT_NOT_FOUND, f"{load.path}: cannot be mapped", {"path": load.path}
-        ) from error
-    end = max((buffer.offset + buffer.size_bytes for buffer in load.buffers), default=0)
-    if end > len(memory):
-        raise DomainError(
-            ErrorReason.CHECKSUM_MISMATCH,
-            f"{load.path}: layout needs {end} bytes, the file has {len(memory)}",
-            {"path": load.path},
-        )
-    return memory
-
-
-def _check_content(memory: mmap.mmap, load: EngineLoad) -> None:
-    view = memoryview(memory)
-    actual = content_hash(
-        [
-            Buffer(
-                BufferSpec(buffer.name, buffer.dtype, tuple(buffer.shape)),
-                view[buffer.offset : buffer.offset + buffer.size_bytes],
-            )
-            for buffer in load.buffers
-        ]
-    )
-    if actual != load.weights_hash:
-        raise DomainError(
-            ErrorReason.CHECKSUM_MISMATCH,
-            f"weights of version {load.version}: content {actual}, expected {load.weights_hash}",
-            {"expected": load.weights_hash, "actual": actual},
-        )
 
 
 def _matched(

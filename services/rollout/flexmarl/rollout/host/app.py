@@ -64,7 +64,12 @@ async def run_host(
     for name in await asyncio.to_thread(end_leftovers, record):
         _log.warning("leftover_ended", child=name)
     server = GrpcServer(config.server, name="engine_host", add_to_server=[], services=[HEALTH_NAME])
-    launcher = Launcher(record=record, threads=config.engine_threads, preload=preload)
+    launcher = Launcher(
+        record=record,
+        threads=config.engine_threads,
+        preload=preload,
+        vllm_python=config.vllm_python,
+    )
     background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
     store = StoreAccess(
         connect_store, cache_dir=data_dir / "models", holder=f"engine-host/{config.host_id}"

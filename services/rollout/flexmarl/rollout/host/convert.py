@@ -52,6 +52,7 @@ def plan_received(plan: InstancePlan) -> PlanReceived:
                 max_concurrency=spec.max_concurrency,
                 dtype=spec.dtype,
                 max_context=spec.max_context,
+                options=spec.options.SerializeToString(deterministic=True),
             )
             for spec in plan.instances
         ),

@@ -89,6 +89,7 @@ class StoreAccess:
         """
         load = EngineLoad(
             load_id=str(effect.load_id),
+            policy=effect.order.policy,
             version=effect.order.version,
             weights_hash=effect.order.weights_hash,
         )

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import SamplingParams
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer, WorkerSample
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.prompting import Agent
@@ -27,7 +28,7 @@ from flexmarl.rollout.worker.calls import (
 )
 from flexmarl.rollout.worker.outbox import Outbox
 from flexmarl.rollout.worker.user_code import UserCode
-from flexmarl.rollout.workflow import CallError, Message, Output
+from flexmarl.rollout.workflow import CallError, Message, Output, Simulated
 
 NOW: Final = "now"
 """Name of the tool vertices that record `ctx.now()`."""
@@ -105,6 +106,7 @@ class Caller:
         path: str,
         after: Output | Iterable[Output] | None,
         messages: Iterable[Message] | None,
+        simulated: Simulated | None,
         args: dict[str, Any],
     ) -> Coroutine[Any, Any, Output]:
         """Checks and renders a call; awaiting the result makes it."""
@@ -127,7 +129,7 @@ class Caller:
             prompt = agent.prompt(args, messages)
         except DomainError as error:
             raise CallError(error.reason, error.message, error.metadata) from None
-        return self._agent_call(agent, path, prompt, upstream, inputs)
+        return self._agent_call(agent, path, prompt, upstream, inputs, simulated)
 
     async def _agent_call(
         self,
@@ -136,9 +138,10 @@ class Caller:
         prompt: list[int],
         upstream: list[str],
         inputs: dict[str, Any],
+        simulated: Simulated | None,
     ) -> Output:
         self.check_open("a call was awaited")
-        input_hash = agent_input_hash(agent, prompt)
+        input_hash = agent_input_hash(agent, prompt, simulated)
         vertex_id = f"{self.spec.sample_id}/{path}"
         stored = self._replayed(path, input_hash)
         if stored is not None:
@@ -147,7 +150,10 @@ class Caller:
             tokens = tuple(stored.payload.response_tokens)
             finish_reason = stored.meta.finish_reason
         else:
-            answer = await self._ask(agent, path, vertex_id, input_hash, prompt, upstream)
+            sampling = sampling_params(
+                agent, root_seed=self.spec.seed, path=path, simulated=simulated
+            )
+            answer = await self._ask(agent, path, vertex_id, input_hash, prompt, upstream, sampling)
             if answer.HasField("failure"):
                 raise _call_failed(answer.failure)
             tokens, finish_reason = tuple(answer.tokens), answer.finish_reason
@@ -166,6 +172,7 @@ class Caller:
         input_hash: bytes,
         prompt: list[int],
         upstream: list[str],
+        sampling: SamplingParams,
     ) -> CallAnswer:
         """Sends a call; waits for its answer, which comes at latest at the agent's timeout_s."""
         future: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
@@ -179,7 +186,7 @@ class Caller:
             input_hash=input_hash,
             upstream_vertex_ids=upstream,
             prompt_tokens=prompt,
-            sampling=sampling_params(agent, root_seed=self.spec.seed, path=path),
+            sampling=sampling,
         )
         try:
             return await future

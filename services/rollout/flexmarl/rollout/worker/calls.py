@@ -14,7 +14,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import SamplingParams
 from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
 from flexmarl.core.seeds import vertex_seed
 from flexmarl.rollout.prompting import Agent
-from flexmarl.rollout.workflow import Output
+from flexmarl.rollout.workflow import Output, Simulated
 
 _MAX_DEPTH: Final = 8
 _LENGTH: Final = struct.Struct("<I")
@@ -58,14 +58,17 @@ def upstream_ids(
     return list(ids)
 
 
-def agent_input_hash(agent: Agent, prompt: list[int]) -> bytes:
+def agent_input_hash(agent: Agent, prompt: list[int], simulated: Simulated | None) -> bytes:
     """Hash of agent, prompt and sampling; not of the seed, which follows from the path."""
     name = agent.name.encode()
     sampling = repr(
         (agent.config.max_tokens, agent.temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
     ).encode()
     digest = hashlib.sha256(b"agent")
-    for part in (name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)):
+    parts = [name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)]
+    if simulated is not None:
+        parts.append(repr(simulated).encode())
+    for part in parts:
         digest.update(_LENGTH.pack(len(part)))
         digest.update(part)
     return digest.digest()
@@ -80,9 +83,11 @@ def tool_input_hash(name: str, arguments: bytes) -> bytes:
     return digest.digest()
 
 
-def sampling_params(agent: Agent, *, root_seed: int, path: str) -> SamplingParams:
+def sampling_params(
+    agent: Agent, *, root_seed: int, path: str, simulated: Simulated | None
+) -> SamplingParams:
     """How the tokens of a call are drawn."""
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=agent.config.max_tokens,
         temperature=agent.temperature,
         top_p=agent.top_p,
@@ -90,6 +95,10 @@ def sampling_params(agent: Agent, *, root_seed: int, path: str) -> SamplingParam
         stop_token_ids=agent.stop_token_ids,
         seed=vertex_seed(root_seed, path=path),
     )
+    if simulated is not None:
+        params.simulated.output_tokens = simulated.output_tokens
+        params.simulated.tool_ms = round(simulated.tool_s * 1e3)
+    return params
 
 
 def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401

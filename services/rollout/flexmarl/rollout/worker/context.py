@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from flexmarl.core.errors import not_built
 from flexmarl.core.seeds import derive
 from flexmarl.rollout.worker.tasks import SampleTask
-from flexmarl.rollout.workflow import Message, Output
+from flexmarl.rollout.workflow import Message, Output, Simulated
 
 if TYPE_CHECKING:
     from flexmarl.rollout.worker.caller import Caller
@@ -36,12 +36,18 @@ class SampleContext:
         after: Output | Iterable[Output] | None = None,
         key: str | None = None,
         messages: Iterable[Message] | None = None,
+        simulated: Simulated | None = None,
         **template_args: Any,  # noqa: ANN401
     ) -> Coroutine[Any, Any, Output]:
         """See `Context.call`; the call is numbered, checked and rendered here and now."""
         path = self._task("ctx.call").node.call(key)
         return self._caller.agent_call(
-            agent, path=path, after=after, messages=messages, args=template_args
+            agent,
+            path=path,
+            after=after,
+            messages=messages,
+            simulated=simulated,
+            args=template_args,
         )
 
     def tool(

@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from flexmarl.api.common.v1alpha1 import common_pb2 as flexmarl_dot_api_dot_common_dot_v1alpha1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flexmarl/api/rollout/v1alpha1/engine.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\"\xd5\x01\n\x18\x43onnectEngineHostRequest\x12\x37\n\x05hello\x18\x01 \x01(\x0b\x32(.flexmarl.api.rollout.v1alpha1.HostHello\x12@\n\tinstances\x18\x02 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12>\n\x07results\x18\x03 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.GenerateResult\"\xf3\x01\n\x19\x43onnectEngineHostResponse\x12\x39\n\x04plan\x18\x01 \x01(\x0b\x32+.flexmarl.api.rollout.v1alpha1.InstancePlan\x12\x39\n\x05loads\x18\x02 \x03(\x0b\x32*.flexmarl.api.rollout.v1alpha1.LoadWeights\x12@\n\x08requests\x18\x03 \x03(\x0b\x32..flexmarl.api.rollout.v1alpha1.GenerateRequest\x12\x0e\n\x06\x61\x62orts\x18\x04 \x03(\t\x12\x0e\n\x06stored\x18\x05 \x03(\t\"\x9f\x01\n\tHostHello\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rmax_instances\x18\x03 \x01(\r\x12@\n\tinstances\x18\x04 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12\x13\n\x0b\x61ttempt_ids\x18\x05 \x03(\t\"\xa8\x01\n\x0cInstancePlan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12:\n\x06shards\x18\x03 \x03(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\x12>\n\tinstances\x18\x04 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.InstanceSpec\"\xaa\x01\n\x0cInstanceSpec\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08policies\x18\x02 \x03(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x12\n\nmodel_path\x18\x04 \x01(\t\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\"\xa4\x01\n\x0bLoadWeights\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cinstance_ids\x18\x02 \x03(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x38\n\x07weights\x18\x05 \x01(\x0b\x32\'.flexmarl.api.common.v1alpha1.ObjectRef\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\"\xb3\x02\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x10\n\x08policies\x18\x03 \x03(\t\x12;\n\x05state\x18\x04 \x01(\x0e\x32,.flexmarl.api.rollout.v1alpha1.InstanceState\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x14\n\x0cnum_restarts\x18\t \x01(\r\x12\x15\n\rbusy_fraction\x18\n \x01(\x01\x12\x36\n\x07\x66\x61ilure\x18\x0b \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"}\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xc7\x01\n\x0fGenerateRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x03(\r\x12?\n\x08sampling\x18\x06 \x01(\x0b\x32-.flexmarl.api.rollout.v1alpha1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\"\xdc\x02\n\x0eGenerateResult\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x04 \x01(\t\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x01\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12>\n\x0cversion_runs\x18\x08 \x03(\x0b\x32(.flexmarl.api.common.v1alpha1.VersionRun\x12\x36\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x16\n\x0einfrastructure\x18\n \x01(\x08\x12\x17\n\x0fstarted_unix_ns\x18\x0b \x01(\x03\x12\x18\n\x10\x66inished_unix_ns\x18\x0c \x01(\x03\"\xd3\x01\n\rEngineCommand\x12@\n\x08generate\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.GenerateBatchH\x00\x12\x39\n\x04load\x18\x02 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.EngineLoadH\x00\x12:\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.AbortBatchH\x00\x42\t\n\x07\x63ommand\"Q\n\rGenerateBatch\x12@\n\x08requests\x18\x01 \x03(\x0b\x32..flexmarl.api.rollout.v1alpha1.GenerateRequest\"!\n\nAbortBatch\x12\x13\n\x0b\x61ttempt_ids\x18\x01 \x03(\t\"\x90\x01\n\nEngineLoad\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12<\n\x07\x62uffers\x18\x03 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.EngineBuffer\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x05 \x01(\t\"^\n\x0c\x45ngineBuffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"\xd1\x01\n\x0b\x45ngineEvent\x12;\n\x05ready\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.EngineReadyH\x00\x12=\n\x06loaded\x18\x02 \x01(\x0b\x32+.flexmarl.api.rollout.v1alpha1.EngineLoadedH\x00\x12=\n\x07results\x18\x03 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.ResultBatchH\x00\x42\x07\n\x05\x65vent\"n\n\x0b\x45ngineReady\x12\x13\n\x0bmax_context\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x36\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"~\n\x0c\x45ngineLoaded\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"M\n\x0bResultBatch\x12>\n\x07results\x18\x01 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.GenerateResult*\xb7\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x18\n\x14INSTANCE_STATE_EMPTY\x10\x02\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x03\x12\x1a\n\x16INSTANCE_STATE_SERVING\x10\x04\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flexmarl/api/rollout/v1alpha1/engine.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\"\xd5\x01\n\x18\x43onnectEngineHostRequest\x12\x37\n\x05hello\x18\x01 \x01(\x0b\x32(.flexmarl.api.rollout.v1alpha1.HostHello\x12@\n\tinstances\x18\x02 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12>\n\x07results\x18\x03 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.GenerateResult\"\xf3\x01\n\x19\x43onnectEngineHostResponse\x12\x39\n\x04plan\x18\x01 \x01(\x0b\x32+.flexmarl.api.rollout.v1alpha1.InstancePlan\x12\x39\n\x05loads\x18\x02 \x03(\x0b\x32*.flexmarl.api.rollout.v1alpha1.LoadWeights\x12@\n\x08requests\x18\x03 \x03(\x0b\x32..flexmarl.api.rollout.v1alpha1.GenerateRequest\x12\x0e\n\x06\x61\x62orts\x18\x04 \x03(\t\x12\x0e\n\x06stored\x18\x05 \x03(\t\"\x9f\x01\n\tHostHello\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rmax_instances\x18\x03 \x01(\r\x12@\n\tinstances\x18\x04 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12\x13\n\x0b\x61ttempt_ids\x18\x05 \x03(\t\"\xa8\x01\n\x0cInstancePlan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12:\n\x06shards\x18\x03 \x03(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\x12>\n\tinstances\x18\x04 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.InstanceSpec\"\xe9\x01\n\x0cInstanceSpec\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08policies\x18\x02 \x03(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x12\n\nmodel_path\x18\x04 \x01(\t\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12=\n\x07options\x18\t \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.EngineOptions\"\xe7\x01\n\rEngineOptions\x12\x42\n\tsimulated\x18\x01 \x01(\x0b\x32/.flexmarl.api.rollout.v1alpha1.SimulatedOptions\x12\x16\n\x0ekv_cache_bytes\x18\x02 \x01(\x04\x12\x38\n\x04vllm\x18\x03 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.VllmOptions\x12@\n\x08\x65xternal\x18\x04 \x01(\x0b\x32..flexmarl.api.rollout.v1alpha1.ExternalOptions\"`\n\x0bVllmOptions\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x15\n\renforce_eager\x18\x02 \x01(\x08\x12\x0e\n\x06seeded\x18\x03 \x01(\x08\x12\x0c\n\x04\x61rgs\x18\x04 \x03(\t\"G\n\x0f\x45xternalOptions\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10\x61pi_key_variable\x18\x03 \x01(\t\"\xf6\x01\n\x10SimulatedOptions\x12\x12\n\ntime_scale\x18\x01 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x02 \x01(\x01\x12O\n\x08policies\x18\x03 \x03(\x0b\x32=.flexmarl.api.rollout.v1alpha1.SimulatedOptions.PoliciesEntry\x1a_\n\rPoliciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12=\n\x05value\x18\x02 \x01(\x0b\x32..flexmarl.api.rollout.v1alpha1.SimulatedPolicy:\x02\x38\x01\"N\n\x0fSimulatedPolicy\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x01 \x01(\x01\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\x12\x0e\n\x06move_s\x18\x03 \x01(\x01\"\xa4\x01\n\x0bLoadWeights\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cinstance_ids\x18\x02 \x03(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x38\n\x07weights\x18\x05 \x01(\x0b\x32\'.flexmarl.api.common.v1alpha1.ObjectRef\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\"\xb3\x02\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x10\n\x08policies\x18\x03 \x03(\t\x12;\n\x05state\x18\x04 \x01(\x0e\x32,.flexmarl.api.rollout.v1alpha1.InstanceState\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x14\n\x0cnum_restarts\x18\t \x01(\r\x12\x15\n\rbusy_fraction\x18\n \x01(\x01\x12\x36\n\x07\x66\x61ilure\x18\x0b \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"\xbe\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12?\n\tsimulated\x18\x14 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.SimulatedCall\"7\n\rSimulatedCall\x12\x15\n\routput_tokens\x18\x01 \x01(\r\x12\x0f\n\x07tool_ms\x18\x02 \x01(\r\"\xc7\x01\n\x0fGenerateRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x03(\r\x12?\n\x08sampling\x18\x06 \x01(\x0b\x32-.flexmarl.api.rollout.v1alpha1.SamplingParams\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\"\xdc\x02\n\x0eGenerateResult\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x04 \x01(\t\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x01\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12>\n\x0cversion_runs\x18\x08 \x03(\x0b\x32(.flexmarl.api.common.v1alpha1.VersionRun\x12\x36\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x16\n\x0einfrastructure\x18\n \x01(\x08\x12\x17\n\x0fstarted_unix_ns\x18\x0b \x01(\x03\x12\x18\n\x10\x66inished_unix_ns\x18\x0c \x01(\x03\"\xd3\x01\n\rEngineCommand\x12@\n\x08generate\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.GenerateBatchH\x00\x12\x39\n\x04load\x18\x02 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.EngineLoadH\x00\x12:\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.AbortBatchH\x00\x42\t\n\x07\x63ommand\"Q\n\rGenerateBatch\x12@\n\x08requests\x18\x01 \x03(\x0b\x32..flexmarl.api.rollout.v1alpha1.GenerateRequest\"!\n\nAbortBatch\x12\x13\n\x0b\x61ttempt_ids\x18\x01 \x03(\t\"\xa0\x01\n\nEngineLoad\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12<\n\x07\x62uffers\x18\x03 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.EngineBuffer\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\"^\n\x0c\x45ngineBuffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"\xd1\x01\n\x0b\x45ngineEvent\x12;\n\x05ready\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.EngineReadyH\x00\x12=\n\x06loaded\x18\x02 \x01(\x0b\x32+.flexmarl.api.rollout.v1alpha1.EngineLoadedH\x00\x12=\n\x07results\x18\x03 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.ResultBatchH\x00\x42\x07\n\x05\x65vent\"n\n\x0b\x45ngineReady\x12\x13\n\x0bmax_context\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x36\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"~\n\x0c\x45ngineLoaded\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"M\n\x0bResultBatch\x12>\n\x07results\x18\x01 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.GenerateResult*\xb7\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x18\n\x14INSTANCE_STATE_EMPTY\x10\x02\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x03\x12\x1a\n\x16INSTANCE_STATE_SERVING\x10\x04\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flexmarl.api.rollout.v1alpha1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCESTATE']._serialized_start=3352
-  _globals['_INSTANCESTATE']._serialized_end=3535
+  _globals['_SIMULATEDOPTIONS_POLICIESENTRY']._loaded_options = None
+  _globals['_SIMULATEDOPTIONS_POLICIESENTRY']._serialized_options = b'8\001'
+  _globals['_INSTANCESTATE']._serialized_start=4288
+  _globals['_INSTANCESTATE']._serialized_end=4471
   _globals['_CONNECTENGINEHOSTREQUEST']._serialized_start=121
   _globals['_CONNECTENGINEHOSTREQUEST']._serialized_end=334
   _globals['_CONNECTENGINEHOSTRESPONSE']._serialized_start=337
@@ -43,33 +45,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INSTANCEPLAN']._serialized_start=745
   _globals['_INSTANCEPLAN']._serialized_end=913
   _globals['_INSTANCESPEC']._serialized_start=916
-  _globals['_INSTANCESPEC']._serialized_end=1086
-  _globals['_LOADWEIGHTS']._serialized_start=1089
-  _globals['_LOADWEIGHTS']._serialized_end=1253
-  _globals['_INSTANCESTATUS']._serialized_start=1256
-  _globals['_INSTANCESTATUS']._serialized_end=1563
-  _globals['_SAMPLINGPARAMS']._serialized_start=1565
-  _globals['_SAMPLINGPARAMS']._serialized_end=1690
-  _globals['_GENERATEREQUEST']._serialized_start=1693
-  _globals['_GENERATEREQUEST']._serialized_end=1892
-  _globals['_GENERATERESULT']._serialized_start=1895
-  _globals['_GENERATERESULT']._serialized_end=2243
-  _globals['_ENGINECOMMAND']._serialized_start=2246
-  _globals['_ENGINECOMMAND']._serialized_end=2457
-  _globals['_GENERATEBATCH']._serialized_start=2459
-  _globals['_GENERATEBATCH']._serialized_end=2540
-  _globals['_ABORTBATCH']._serialized_start=2542
-  _globals['_ABORTBATCH']._serialized_end=2575
-  _globals['_ENGINELOAD']._serialized_start=2578
-  _globals['_ENGINELOAD']._serialized_end=2722
-  _globals['_ENGINEBUFFER']._serialized_start=2724
-  _globals['_ENGINEBUFFER']._serialized_end=2818
-  _globals['_ENGINEEVENT']._serialized_start=2821
-  _globals['_ENGINEEVENT']._serialized_end=3030
-  _globals['_ENGINEREADY']._serialized_start=3032
-  _globals['_ENGINEREADY']._serialized_end=3142
-  _globals['_ENGINELOADED']._serialized_start=3144
-  _globals['_ENGINELOADED']._serialized_end=3270
-  _globals['_RESULTBATCH']._serialized_start=3272
-  _globals['_RESULTBATCH']._serialized_end=3349
+  _globals['_INSTANCESPEC']._serialized_end=1149
+  _globals['_ENGINEOPTIONS']._serialized_start=1152
+  _globals['_ENGINEOPTIONS']._serialized_end=1383
+  _globals['_VLLMOPTIONS']._serialized_start=1385
+  _globals['_VLLMOPTIONS']._serialized_end=1481
+  _globals['_EXTERNALOPTIONS']._serialized_start=1483
+  _globals['_EXTERNALOPTIONS']._serialized_end=1554
+  _globals['_SIMULATEDOPTIONS']._serialized_start=1557
+  _globals['_SIMULATEDOPTIONS']._serialized_end=1803
+  _globals['_SIMULATEDOPTIONS_POLICIESENTRY']._serialized_start=1708
+  _globals['_SIMULATEDOPTIONS_POLICIESENTRY']._serialized_end=1803
+  _globals['_SIMULATEDPOLICY']._serialized_start=1805
+  _globals['_SIMULATEDPOLICY']._serialized_end=1883
+  _globals['_LOADWEIGHTS']._serialized_start=1886
+  _globals['_LOADWEIGHTS']._serialized_end=2050
+  _globals['_INSTANCESTATUS']._serialized_start=2053
+  _globals['_INSTANCESTATUS']._serialized_end=2360
+  _globals['_SAMPLINGPARAMS']._serialized_start=2363
+  _globals['_SAMPLINGPARAMS']._serialized_end=2553
+  _globals['_SIMULATEDCALL']._serialized_start=2555
+  _globals['_SIMULATEDCALL']._serialized_end=2610
+  _globals['_GENERATEREQUEST']._serialized_start=2613
+  _globals['_GENERATEREQUEST']._serialized_end=2812
+  _globals['_GENERATERESULT']._serialized_start=2815
+  _globals['_GENERATERESULT']._serialized_end=3163
+  _globals['_ENGINECOMMAND']._serialized_start=3166
+  _globals['_ENGINECOMMAND']._serialized_end=3377
+  _globals['_GENERATEBATCH']._serialized_start=3379
+  _globals['_GENERATEBATCH']._serialized_end=3460
+  _globals['_ABORTBATCH']._serialized_start=3462
+  _globals['_ABORTBATCH']._serialized_end=3495
+  _globals['_ENGINELOAD']._serialized_start=3498
+  _globals['_ENGINELOAD']._serialized_end=3658
+  _globals['_ENGINEBUFFER']._serialized_start=3660
+  _globals['_ENGINEBUFFER']._serialized_end=3754
+  _globals['_ENGINEEVENT']._serialized_start=3757
+  _globals['_ENGINEEVENT']._serialized_end=3966
+  _globals['_ENGINEREADY']._serialized_start=3968
+  _globals['_ENGINEREADY']._serialized_end=4078
+  _globals['_ENGINELOADED']._serialized_start=4080
+  _globals['_ENGINELOADED']._serialized_end=4206
+  _globals['_RESULTBATCH']._serialized_start=4208
+  _globals['_RESULTBATCH']._serialized_end=4285
 # @@protoc_insertion_point(module_scope)

@@ -234,10 +234,11 @@ class InstanceSpec(_message.Message):
     MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id, unique in the run."""
     engine: _builtins.str
-    """Engine: "transformers", later "vllm", "simulated"."""
+    """Engine: "transformers", "simulated", "vllm", "external"."""
     model_path: _builtins.str
     """Folder of the base model (config, tokenizer), unpacked by the host before the engine starts."""
     model_hash: _builtins.str
@@ -252,6 +253,10 @@ class InstanceSpec(_message.Message):
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Policies it serves; the built form is one."""
 
+    @_builtins.property
+    def options(self) -> Global___EngineOptions:
+        """What only some engines know; set by the dispatcher from the policy's config."""
+
     def __init__(
         self,
         *,
@@ -263,14 +268,204 @@ class InstanceSpec(_message.Message):
         max_concurrency: _builtins.int = ...,
         dtype: _builtins.str = ...,
         max_context: _builtins.int = ...,
+        options: Global___EngineOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "engine", b"engine", "instance_id", b"instance_id", "max_concurrency", b"max_concurrency", "max_context", b"max_context", "model_hash", b"model_hash", "model_path", b"model_path", "policies", b"policies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "engine", b"engine", "instance_id", b"instance_id", "max_concurrency", b"max_concurrency", "max_context", b"max_context", "model_hash", b"model_hash", "model_path", b"model_path", "options", b"options", "policies", b"policies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceSpec: _TypeAlias = InstanceSpec  # noqa: Y015
+
+@_typing.final
+class EngineOptions(_message.Message):
+    """EngineOptions are options that only some engines know."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIMULATED_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    VLLM_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
+    kv_cache_bytes: _builtins.int
+    """Most bytes of the key-value cache; 0 means the engine's default."""
+    @_builtins.property
+    def simulated(self) -> Global___SimulatedOptions:
+        """Latency model of the engine "simulated"; unset for other engines."""
+
+    @_builtins.property
+    def vllm(self) -> Global___VllmOptions:
+        """Options of the engine "vllm"; unset for other engines."""
+
+    @_builtins.property
+    def external(self) -> Global___ExternalOptions:
+        """Options of the engine "external"; unset for other engines."""
+
+    def __init__(
+        self,
+        *,
+        simulated: Global___SimulatedOptions | None = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        vllm: Global___VllmOptions | None = ...,
+        external: Global___ExternalOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["external", b"external", "simulated", b"simulated", "vllm", b"vllm"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["external", b"external", "kv_cache_bytes", b"kv_cache_bytes", "simulated", b"simulated", "vllm", b"vllm"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineOptions: _TypeAlias = EngineOptions  # noqa: Y015
+
+@_typing.final
+class VllmOptions(_message.Message):
+    """VllmOptions are options of one vLLM server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    ENFORCE_EAGER_FIELD_NUMBER: _builtins.int
+    SEEDED_FIELD_NUMBER: _builtins.int
+    ARGS_FIELD_NUMBER: _builtins.int
+    tensor_parallel_size: _builtins.int
+    """Devices that share the model; 0 means 1."""
+    enforce_eager: _builtins.bool
+    """Skip graph compilation: starts faster, computes slower on GPUs."""
+    seeded: _builtins.bool
+    """Send the vertex seed with requests, so that a repeated attempt draws the same tokens."""
+    @_builtins.property
+    def args(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further arguments of vLLM's OpenAI server."""
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: _builtins.int = ...,
+        enforce_eager: _builtins.bool = ...,
+        seeded: _builtins.bool = ...,
+        args: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "enforce_eager", b"enforce_eager", "seeded", b"seeded", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VllmOptions: _TypeAlias = VllmOptions  # noqa: Y015
+
+@_typing.final
+class ExternalOptions(_message.Message):
+    """ExternalOptions name a server that runs already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    API_KEY_VARIABLE_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """Base URL of its OpenAI-compatible API, such as "http://host:8000"."""
+    model: _builtins.str
+    """Model to ask it for."""
+    api_key_variable: _builtins.str
+    """Environment variable of the engine host that holds the API key; empty means none."""
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        model: _builtins.str = ...,
+        api_key_variable: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key_variable", b"api_key_variable", "model", b"model", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExternalOptions: _TypeAlias = ExternalOptions  # noqa: Y015
+
+@_typing.final
+class SimulatedOptions(_message.Message):
+    """SimulatedOptions are the latency model of a simulated engine. Seconds are emulated ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PoliciesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___SimulatedPolicy: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___SimulatedPolicy | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TIME_SCALE_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    time_scale: _builtins.float
+    """Wall seconds that an emulated second takes."""
+    prefill_tokens_per_s: _builtins.float
+    """Prompt tokens per second."""
+    @_builtins.property
+    def policies(self) -> _containers.MessageMap[_builtins.str, Global___SimulatedPolicy]:
+        """Times of each policy that the instance may come to serve, by policy name."""
+
+    def __init__(
+        self,
+        *,
+        time_scale: _builtins.float = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        policies: _abc.Mapping[_builtins.str, Global___SimulatedPolicy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "prefill_tokens_per_s", b"prefill_tokens_per_s", "time_scale", b"time_scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedOptions: _TypeAlias = SimulatedOptions  # noqa: Y015
+
+@_typing.final
+class SimulatedPolicy(_message.Message):
+    """SimulatedPolicy are the times of one policy on a simulated engine, in emulated seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    MOVE_S_FIELD_NUMBER: _builtins.int
+    decode_tokens_per_s: _builtins.float
+    """Tokens per second of each request, whatever else runs."""
+    load_s: _builtins.float
+    """Taking over other weights of the policy that is served already."""
+    move_s: _builtins.float
+    """Coming to this policy from another one."""
+    def __init__(
+        self,
+        *,
+        decode_tokens_per_s: _builtins.float = ...,
+        load_s: _builtins.float = ...,
+        move_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens_per_s", b"decode_tokens_per_s", "load_s", b"load_s", "move_s", b"move_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedPolicy: _TypeAlias = SimulatedPolicy  # noqa: Y015
 
 @_typing.final
 class LoadWeights(_message.Message):
@@ -396,6 +591,7 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    SIMULATED_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to draw."""
     temperature: _builtins.float
@@ -410,6 +606,10 @@ class SamplingParams(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the response; the sampled one is part of it."""
 
+    @_builtins.property
+    def simulated(self) -> Global___SimulatedCall:
+        """What a simulated engine makes of the call; other engines take no notice. Set by the workflow."""
+
     def __init__(
         self,
         *,
@@ -419,14 +619,41 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int = ...,
+        simulated: Global___SimulatedCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["simulated", b"simulated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "seed", b"seed", "simulated", b"simulated", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class SimulatedCall(_message.Message):
+    """SimulatedCall says what a simulated engine makes of one call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOOL_MS_FIELD_NUMBER: _builtins.int
+    output_tokens: _builtins.int
+    """Tokens of the response, cut at max_tokens; 0 means max_tokens."""
+    tool_ms: _builtins.int
+    """Emulated milliseconds that a tool holds the slot before the first token."""
+    def __init__(
+        self,
+        *,
+        output_tokens: _builtins.int = ...,
+        tool_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "tool_ms", b"tool_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedCall: _TypeAlias = SimulatedCall  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -649,6 +876,7 @@ class EngineLoad(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Id to answer with."""
     path: _builtins.str
@@ -657,6 +885,8 @@ class EngineLoad(_message.Message):
     """Version to serve afterwards."""
     weights_hash: _builtins.str
     """Content hash that the bytes must have."""
+    policy: _builtins.str
+    """Policy that the weights belong to."""
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineBuffer]:
         """Layout, one per parameter."""
@@ -669,10 +899,11 @@ class EngineLoad(_message.Message):
         buffers: _abc.Iterable[Global___EngineBuffer] | None = ...,
         version: _builtins.int = ...,
         weights_hash: _builtins.str = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "load_id", b"load_id", "path", b"path", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "load_id", b"load_id", "path", b"path", "policy", b"policy", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,76 @@
+"""First code of a vLLM server: runs in vLLM's own interpreter, and imports nothing of ours.
+
+    python launch.py SOCKET THREADS [arguments of vLLM's OpenAI server]
+
+Whoever starts it holds its standard input open. When that closes, for whatever reason, the server
+and its children end: none outlives its engine. That works through `docker run -i`, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def main() -> None:
+    """Set the surroundings, then become the server."""
+    socket, threads, *arguments = sys.argv[1:]
+    threading.Thread(target=_watch, args=(socket,), name="parent-watch", daemon=True).start()
+    os.environ.update(
+        VLLM_SERVER_DEV_MODE="1",  # the routes that pause, update weights and resume
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share the cores
+        OMP_NUM_THREADS=threads,
+        HF_HUB_OFFLINE="1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # For the processes that vLLM spawns: they import the transfer engine beside this file.
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        part for part in (folder, os.environ.get("PYTHONPATH")) if part
+    )
+    sys.argv = [SERVER, *_defaults(), *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def _defaults() -> list[str]:
+    """Arguments that the platform needs; later ones win."""
+    from vllm.platforms import current_platform
+
+    common = ["--disable-uvicorn-access-log"]
+    if not current_platform.is_cpu():
+        return common
+    # The cache has its own size: this is what may be claimed beside it.
+    return [*common, "--gpu-memory-utilization", "0.05", "--block-size", "32"]
+
+
+def _watch(socket: str) -> None:
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(Path(socket).parent, ignore_errors=True)
+    for pid in reversed(_descendants(os.getpid())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below this one, parents before children."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+if __name__ == "__main__":
+    main()

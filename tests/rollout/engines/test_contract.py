@@ -1,0 +1,89 @@
+"""Every engine that needs nothing else runs through the one contract suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from rollout.engines.contract import EngineContract
+from rollout.engines.engine_kit import (
+    make_engine,
+    make_model_folder,
+    reference_model,
+    write_segment,
+)
+
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+    EngineLoad,
+    EngineOptions,
+    SimulatedOptions,
+    SimulatedPolicy,
+)
+from flexmarl.rollout.engines.base import Engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class WithoutModel:
+    """Weights are a name only."""
+
+    engine: Engine
+    instant: bool
+    checks_content: bool = False
+    repeats_draws: bool = True
+
+    def weights(self, version: int, *, content: int = 0, broken: bool = False) -> EngineLoad:
+        return EngineLoad(
+            load_id=f"l{version}", policy="p", version=version, weights_hash=f"content{content}"
+        )
+
+
+class TestInstant(EngineContract):
+    @pytest.fixture
+    def subject(self, folder):
+        return WithoutModel(make_engine(folder, engine="instant", max_context=64), instant=True)
+
+
+class TestSimulated(EngineContract):
+    @pytest.fixture
+    def subject(self, folder):
+        times = SimulatedPolicy(decode_tokens_per_s=2000)
+        model = SimulatedOptions(time_scale=1, prefill_tokens_per_s=1e6, policies={"p": times})
+        options = EngineOptions(simulated=model).SerializeToString().hex()
+        engine = make_engine(
+            folder, engine="simulated", max_context=64, max_concurrency=4, options=options
+        )
+        return WithoutModel(engine, instant=False)
+
+
+class TestTransformers(EngineContract):
+    @pytest.fixture
+    def subject(self, folder, tmp_path):
+        engine = make_engine(folder, max_context=64, max_concurrency=4)
+        return WithModel(engine, folder, tmp_path)
+
+
+@dataclass
+class WithModel:
+    """Weights are a segment of a real model."""
+
+    engine: Engine
+    folder: object
+    scratch: object
+    instant: bool = False
+    checks_content: bool = True
+    repeats_draws: bool = True
+
+    def weights(self, version: int, *, content: int = 0, broken: bool = False) -> EngineLoad:
+        model = reference_model(self.folder, seed=content)
+        path = self.scratch / f"w{version}.{content}"
+        load = write_segment(path, model, version=version)
+        if broken:
+            data = bytearray(path.read_bytes())
+            data[17] ^= 1
+            path.write_bytes(data)
+        return load
