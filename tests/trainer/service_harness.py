@@ -310,7 +310,9 @@ class Run:
 
 
 @asynccontextmanager
-async def start_cluster(folder: Path, *, slots: int = 2) -> AsyncIterator[Cluster]:
+async def start_cluster(
+    folder: Path, *, slots: int = 2, **trainer_settings: Any
+) -> AsyncIterator[Cluster]:
     memory = Path("/dev/shm") / f"flexmarl-test-{uuid.uuid4().hex[:12]}"
     store_service = Service(
         "flexmarl.meg_store",
@@ -327,7 +329,7 @@ async def start_cluster(folder: Path, *, slots: int = 2) -> AsyncIterator[Cluste
         folder / "trainer",
         data_dir=folder / "trainer",
         slots=f"[{names}]",
-        collective_timeout_s=20,
+        **{"collective_timeout_s": 20, **trainer_settings},
     )
     try:
         await asyncio.gather(store_service.start(), trainer_service.start())

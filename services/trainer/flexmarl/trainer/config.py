@@ -6,10 +6,56 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.core.ids import check_name
-from flexmarl.runtime.config import ServiceConfig
+from flexmarl.core.training_costs import PolicyCosts, TrainingCosts
+from flexmarl.runtime.config import Section, ServiceConfig
+
+_NotNegative = Annotated[float, Field(ge=0)]
+_Positive = Annotated[float, Field(gt=0)]
+
+
+class SimulatedPolicyConfig(Section):
+    """Size and speed of a policy on simulated devices."""
+
+    params_b: _Positive
+    """Parameters in billions."""
+    tokens_per_s: _Positive
+    """Prompt and response tokens that one slot trains per emulated second."""
+
+
+class SimulatedConfig(Section):
+    """The model of time of simulated devices; seconds are emulated ones."""
+
+    policies: dict[str, SimulatedPolicyConfig] = Field(default_factory=dict)
+    """By the name that a run's config gives them."""
+    seconds_scale: _Positive = 1.0
+    """Real seconds per emulated second."""
+    scaling_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of its speed that a slot keeps per further slot of the same policy."""
+    swap_out_s_per_b: _NotNegative = 0.12
+    """Seconds per billion parameters to move out what another policy finds on a slot."""
+    swap_in_s_per_b: _NotNegative = 0.22
+    """Seconds per billion parameters to move a policy in."""
+    apply_s_per_b: _NotNegative = 0.07
+    """Seconds per billion parameters of an update."""
+    publish_s_per_b: _NotNegative = 0.0
+    """Seconds per billion parameters until an update's weights can be loaded elsewhere."""
+
+    def costs(self) -> TrainingCosts:
+        """Returns the model."""
+        return TrainingCosts(
+            policies={
+                name: PolicyCosts(params_b=policy.params_b, tokens_per_s=policy.tokens_per_s)
+                for name, policy in self.policies.items()
+            },
+            scaling_efficiency=self.scaling_efficiency,
+            swap_out_s_per_b=self.swap_out_s_per_b,
+            swap_in_s_per_b=self.swap_in_s_per_b,
+            apply_s_per_b=self.apply_s_per_b,
+            publish_s_per_b=self.publish_s_per_b,
+        )
 
 
 class TrainerConfig(ServiceConfig):
@@ -19,8 +65,11 @@ class TrainerConfig(ServiceConfig):
     """Record of children, cache of unpacked models, spans."""
     slots: tuple[str, ...] = ("slot0",)
     """Names of the device slots; each has a worker."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Kind of device; with cuda, slot n is device n."""
+    device: Literal["cpu", "cuda", "simulated"] = "cpu"
+    """Kind of device; with cuda, slot n is device n; with simulated there is none, and work takes
+    the time that `simulated` says."""
+    simulated: SimulatedConfig = SimulatedConfig()
+    """Simulated devices."""
     interface: str = "lo"
     """Network interface of process groups and of their rendezvous."""
     rendezvous_host: str = "127.0.0.1"
@@ -57,3 +106,9 @@ class TrainerConfig(ServiceConfig):
         for name in value:
             check_name(name, what="slot")
         return value
+
+    @model_validator(mode="after")
+    def _costs_known(self) -> TrainerConfig:
+        if self.device == "simulated" and not self.simulated.policies:
+            raise ValueError('device = "simulated" needs simulated.policies.<name> for each policy')
+        return self

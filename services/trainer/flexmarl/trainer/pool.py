@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
@@ -11,7 +11,9 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.trainer.config import TrainerConfig
-from flexmarl.trainer.workers import Worker
+from flexmarl.trainer.simulated.process import SimulatedProcess
+from flexmarl.trainer.simulated.rank import SimulatedRank
+from flexmarl.trainer.workers import RankProcess, Worker
 
 PRELOAD = ("flexmarl.trainer.rank.preload",)
 """What workers find imported: the trainer's own process never imports torch."""
@@ -26,10 +28,10 @@ class Meeting:
     """How the workers of a group find each other.
 
     Attributes:
-        prefix: Names the group within the rendezvous store; "" for a group of one. It contains each
-            worker's generation, so a group with a new worker is a new group.
+        prefix: Names the group within the rendezvous store; "" where nobody has to meet. It
+            contains each worker's generation, so a group with a new worker is a new group.
         host: Host of the rendezvous store.
-        port: Its port; 0 for a group of one.
+        port: Its port; 0 where nobody has to meet.
     """
 
     prefix: str
@@ -88,7 +90,7 @@ class WorkerPool:
 
     async def meet(self, workers: Sequence[Worker]) -> Meeting:
         """Says how a group of workers finds itself; starts the rendezvous when first needed."""
-        if len(workers) == 1:
+        if len(workers) == 1 or self._config.device == "simulated":
             return Meeting(prefix="", host="", port=0)
         prefix = "-".join(f"{worker.position}g{worker.generation}" for worker in workers)
         return Meeting(
@@ -122,7 +124,7 @@ class WorkerPool:
             ) from None
         return child, reply.store_served.port
 
-    def _spawner(self, slot: str, position: int) -> Callable[[], asyncio.Future[ChildProcess]]:
+    def _spawner(self, slot: str, position: int) -> Callable[[], Awaitable[RankProcess]]:
         config = self._config
         args = {
             "position": position,
@@ -133,9 +135,13 @@ class WorkerPool:
             "max_resident_bytes": config.max_resident_bytes,
         }
 
-        def spawn() -> asyncio.Future[ChildProcess]:
-            return asyncio.ensure_future(
-                self._children.spawn_preloaded(_RANK, args, name=f"rank/{slot}")
+        async def spawn() -> RankProcess:
+            return await self._children.spawn_preloaded(_RANK, args, name=f"rank/{slot}")
+
+        async def simulate() -> RankProcess:
+            simulated = config.simulated
+            return SimulatedProcess(
+                SimulatedRank(simulated.costs(), seconds_scale=simulated.seconds_scale)
             )
 
-        return spawn
+        return simulate if config.device == "simulated" else spawn

@@ -9,19 +9,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason, find_reason
-from flexmarl.runtime.children import ChildProcess
 from flexmarl.runtime.logging import get_logger
 
 RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before the first and further restarts in a row; a warm worker resets the row."""
 
-Spawn = Callable[[], Awaitable[ChildProcess]]
-
 _log = get_logger(__name__)
+
+
+class RankLink(Protocol):
+    """Frames to and from a rank; the iterator ends with it."""
+
+    async def send(self, frame: bytes, /) -> None:
+        """Sends a command frame."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Reply frames; the first one comes when the rank is warm."""
+
+
+class RankProcess(Protocol):
+    """A rank as its slot sees it: a child process, or a simulated one."""
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 when it has none of its own."""
+
+    @property
+    def link(self) -> RankLink:
+        """Its link."""
+
+    async def wait(self, *, timeout_s: float | None = None) -> int:
+        """Waits for its end."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+
+Spawn = Callable[[], Awaitable[RankProcess]]
 
 
 class Worker:
@@ -54,7 +83,7 @@ class Worker:
         self._spawn = spawn
         self._warm_timeout_s = warm_timeout_s
         self._on_death = on_death
-        self._child: ChildProcess | None = None
+        self._child: RankProcess | None = None
         self._ready = asyncio.Event()
         self._replies: dict[int, asyncio.Future[rank_pb2.RankReply]] = {}
         self._next_command = 0
@@ -151,7 +180,7 @@ class Worker:
         if self._child is not None:
             self._child.kill()
 
-    async def _become_warm(self, child: ChildProcess) -> None:
+    async def _become_warm(self, child: RankProcess) -> None:
         try:
             async with asyncio.timeout(self._warm_timeout_s):
                 frame = await anext(aiter(child.link))
@@ -166,7 +195,7 @@ class Worker:
         self._ready.set()
         _log.info("worker_warm", slot=self.slot, pid=child.pid, seconds=round(ready.seconds, 3))
 
-    async def _follow(self, child: ChildProcess) -> None:
+    async def _follow(self, child: RankProcess) -> None:
         async for frame in child.link:
             reply = rank_pb2.RankReply.FromString(frame)
             future = self._replies.get(reply.command_id)

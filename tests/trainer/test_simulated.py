@@ -1,0 +1,124 @@
+"""Simulated devices behind the real service: the same calls, records, ledgers, states and terms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from trainer.harness import make_rows
+from trainer.service_harness import Cluster, Run, fails, start_cluster
+
+from flexmarl.core.errors import ErrorReason
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(100)]
+
+SCALE = 1e-4
+COSTS = {
+    "device": "simulated",
+    "simulated.seconds_scale": SCALE,
+    "simulated.policies.p.params_b": 10,
+    "simulated.policies.p.tokens_per_s": 100,
+    "simulated.policies.q.params_b": 20,
+    "simulated.policies.q.tokens_per_s": 50,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with start_cluster(tmp_path_factory.mktemp("simulated"), **COSTS) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def run(started: Cluster, tiny_model: Path) -> AsyncIterator[Run]:
+    policies = ("p", "q", "unknown")
+    run = await started.make_run(
+        {name: {} for name in policies}, dict.fromkeys(policies, tiny_model)
+    )
+    await run.first_commit("p", "q")
+    yield run
+    await started.close_runs()
+
+
+async def test_work_takes_the_time_of_the_model(run: Run) -> None:
+    rows = make_rows(6)
+    tokens = sum(len(row.prompt) + len(row.response) for row in rows)
+    record = await run.micro_batch("p", rows, batch=0)
+    # Setting up left q on slot0 and nothing on slot1.
+    assert (await run.bind("p", ["slot0", "slot1"])).seconds["load"] == pytest.approx(
+        SCALE * (20 * 0.12 + 10 * 0.22)
+    )
+    result = await run.compute(record)
+    assert result.seconds["forward"] == pytest.approx(SCALE * tokens / (100 * 2 * 0.9))
+    assert result.metrics["ratio"] == 1.0
+    await run.suspend("p")
+    assert (await run.bind("p", ["slot0"])).seconds["load"] == 0.0
+    applied = await run.apply("p", 0, [record.micro_batch_id])
+    assert applied.seconds["step"] == pytest.approx(SCALE * 10 * 0.07)
+    assert applied.state.weights_hash != run.weights_hash("p")
+    await run.suspend("p")
+
+
+async def test_sums_survive_swaps_and_changes_of_the_ranks(run: Run) -> None:
+    masters = []
+    for swapping in (False, True):
+        records = [
+            await run.micro_batch("pq"[swapping], make_rows(4, seed=s), batch=0) for s in (1, 2)
+        ]
+        policy = "pq"[swapping]
+        await run.bind(policy, ["slot0"])
+        start = await run.numbers(run.manifest.policies[policy].master)
+        await run.compute(records[0])
+        if swapping:
+            await run.suspend(policy)
+            await run.bind("p", ["slot0"])
+            await run.suspend("p")
+            await run.bind(policy, ["slot1", "slot0"])
+        await run.compute(records[1])
+        assert (await run.compute(records[0])).counts.num_rows == 0
+        ids = [record.micro_batch_id for record in records]
+        state = (await run.apply(policy, 0, ids)).state
+        assert list(state.ledger) == ids
+        assert state.counts.num_rows == 8
+        end = await run.numbers(state.master)
+        masters.append([after - before for before, after in zip(start, end, strict=True)])
+        await run.suspend(policy)
+    assert masters[0] == pytest.approx(masters[1], rel=1e-6)
+    assert masters[0][1] == 1.0
+
+
+async def test_refusals_are_those_of_real_devices(run: Run) -> None:
+    rows = make_rows(3)
+    rows[0].advantage = float("inf")
+    bad = await run.micro_batch("p", rows, batch=0)
+    await run.bind("p", ["slot0"])
+    old = run.terms["p"]
+    assert (await run.compute(bad)).non_finite
+    await run.bind("p", ["slot1"])
+    with fails(ErrorReason.TERM_STALE):
+        await run.compute(bad, term=old)
+    with fails(ErrorReason.WEIGHTS_MISMATCH):
+        await run.compute(bad, weights_hash="sha256:other")
+    await run.suspend("p")
+    with fails(ErrorReason.INVALID_ARGUMENT, match=r"unknown.*p, q"):
+        await run.bind("unknown", ["slot0"])
+
+
+async def test_a_rank_that_takes_too_long_is_replaced(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {**COSTS, "simulated.policies.p.tokens_per_s": 1e-6, "command_timeout_s": 0.2}
+    async with start_cluster(tmp_path, slots=2, **settings) as cluster:
+        run = await cluster.make_run({"p": {}}, {"p": tiny_model})
+        await run.first_commit("p")
+        record = await run.micro_batch("p", make_rows(2), batch=0)
+        await run.bind("p", ["slot0", "slot1"])
+        with fails(ErrorReason.DEADLINE_EXCEEDED, match="slot"):
+            await run.compute(record)
+        async with asyncio.timeout(20):
+            async for status in cluster.trainer.watch_status(interval_s=0.05):
+                if status.ready:
+                    break
+        assert list((await run.bind("p", ["slot0", "slot1"])).state.ledger) == []
+        await run.suspend("p")
