@@ -21,9 +21,11 @@ from flexmarl.runtime.children import Children
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.spans import SpanRecorder
-from flexmarl.trainer.binding import Binding, BindingParts
+from flexmarl.trainer.binding import Binding
+from flexmarl.trainer.binding_parts import BindingParts
 from flexmarl.trainer.config import TrainerConfig
 from flexmarl.trainer.pool import WorkerPool
+from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import SegmentNames, StateSegments
 
 _log = get_logger(__name__)
@@ -198,13 +200,15 @@ class Trainer:
             config=config,
             model_path=str(run.models[policy]),
             init_seed=derive(run.config.seed, "init", policy),
-            workers=tuple(self._pool.workers[slot] for slot in claim.slots),
+            ranks=RankGroup(
+                [self._pool.workers[slot] for slot in claim.slots],
+                command_timeout_s=self._config.command_timeout_s,
+            ),
             store=run.home,
             segments=StateSegments(
                 run.home, names, tier=config.trainer.tier, weights_dtype=config.rollout.dtype
             ),
             spans=self._spans,
-            command_timeout_s=self._config.command_timeout_s,
             max_queued=self._config.max_queued_per_policy,
             on_lost=self._lost,
         )

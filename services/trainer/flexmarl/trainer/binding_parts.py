@@ -1,0 +1,47 @@
+"""What a binding is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flexmarl.client.store import StoreClient
+from flexmarl.core.trainer_slots import Claim
+from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.spans import SpanRecorder
+from flexmarl.trainer.rank_group import RankGroup
+from flexmarl.trainer.segments import StateSegments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindingParts:
+    """What a binding is made of.
+
+    Attributes:
+        claim: Policy, term and slots.
+        config: The policy.
+        model_path: Folder of its base model on this node.
+        init_seed: Seed of its initial weights.
+        ranks: Workers of the slots, in order of rank.
+        store: Home store.
+        segments: Its segments.
+        spans: Timeline.
+        max_queued: Most operations that wait.
+        on_lost: Gives the claim back when the binding is lost.
+    """
+
+    claim: Claim
+    config: PolicyConfig
+    model_path: str
+    init_seed: int
+    ranks: RankGroup
+    store: StoreClient
+    segments: StateSegments
+    spans: SpanRecorder
+    max_queued: int
+    on_lost: Callable[[Claim], None]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the policy is not trained: it has weights and nothing else."""
+        return self.config.kind == "frozen"
