@@ -34,7 +34,7 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def run(started: Cluster, tiny_model: Path) -> AsyncIterator[Run]:
-    policies = ("p", "q", "unknown")
+    policies = ("p", "q")
     run = await started.make_run(
         {name: {} for name in policies}, dict.fromkeys(policies, tiny_model)
     )
@@ -104,8 +104,13 @@ async def test_refusals_are_those_of_real_devices(run: Run) -> None:
     with fails(ErrorReason.WEIGHTS_MISMATCH):
         await run.compute(bad, weights_hash="sha256:other")
     await run.suspend("p")
+
+
+async def test_a_policy_without_costs_is_named(started: Cluster, tiny_model: Path) -> None:
+    run = await started.make_run({"unknown": {}}, {"unknown": tiny_model})
     with fails(ErrorReason.INVALID_ARGUMENT, match=r"unknown.*p, q"):
         await run.bind("unknown", ["slot0"])
+    await started.close_runs()
 
 
 async def test_a_rank_that_takes_too_long_is_replaced(tmp_path: Path, tiny_model: Path) -> None:
