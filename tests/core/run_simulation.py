@@ -314,6 +314,7 @@ class World:
             case OpenRollout() | PrepareWeights():
                 return None
             case OpenTrainer():
+                self.sums.clear()
                 return TrainerOpened(tuple(f"slot{i}" for i in range(self.num_slots)))
             case AdmitGroups(groups=groups):
                 for spec in groups:
@@ -321,6 +322,7 @@ class World:
                     assert known == spec, "a group is admitted twice alike or not at all"
                     store.status.setdefault(spec.group_id, GroupStatus.OPEN)
             case StartSamples(samples=samples):
+                assert self.core.training.off_devices, "the devices are the trainers'"
                 for sample_id in samples:
                     assert self.active is None or sample_id.group.batch.batch == self.active
                     if str(sample_id) not in store.samples:
@@ -341,6 +343,8 @@ class World:
             case CloseSubgraphs(batch=batch):
                 store.closed_batches.add(batch)
             case CreateMicroBatch():
+                if not self.rules.training.overlaps:
+                    assert effect.batch in store.closed_batches, "the whole batch comes first"
                 known_record = store.records.setdefault(effect.micro_batch_id, effect)
                 assert known_record.rows == effect.rows, "a record is never another one"
             case MarkRows(micro_batch_id=name, rows=rows):

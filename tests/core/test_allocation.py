@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmarl.core.allocation import Allocation, BindSlots, Demand, GiveWay, allocate
+from flexmarl.core.allocation import Allocation, BindSlots, Demand, GiveWay, Place, allocate
 
 ONE = {"t0": ("slot0",)}
 TWO = {"t0": ("slot0", "slot1")}
+FOUR = {"t0": ("s0", "s1", "s2", "s3")}
 
 
 def want(policy: str, work: float, **more: Any) -> Demand:
@@ -143,3 +144,67 @@ def test_the_cheapest_trainer_makes_room() -> None:
 def test_only_as_many_leave_as_are_needed() -> None:
     result = decide(want("c", 5), held("a", 0, "slot0"), held("b", 0, "slot1"), trainers=TWO)
     assert leaves(result) == ["a"]
+
+
+def test_what_is_estimated_to_come_counts_as_remaining_work() -> None:
+    result = decide(want("a", 5), want("b", 1, remaining=100))
+    assert list(binds(result)) == ["b"]
+    # 50 at a tenth of the rate take longer than 100.
+    result = decide(want("a", 5, remaining=50, rate=0.1), want("b", 1, remaining=100))
+    assert list(binds(result)) == ["a"]
+
+
+def test_slots_that_nobody_waits_for_go_to_who_has_work_for_them() -> None:
+    most = {"max_world_size": 4}
+    alone = decide(want("a", 8, **most), trainers=FOUR)
+    assert binds(alone) == {"a": ("t0", ("s0", "s1", "s2", "s3"))}
+    shared = decide(want("a", 30, **most), want("b", 10, **most), trainers=FOUR)
+    assert {name: len(slots) for name, (_, slots) in binds(shared).items()} == {"a": 3, "b": 1}
+    # What others expect counts, too: their share stays free.
+    kept = decide(
+        want("a", 10, **most), want("b", 0, remaining=10, expects=True, **most), trainers=FOUR
+    )
+    assert {name: len(slots) for name, (_, slots) in binds(kept).items()} == {"a": 2}
+
+
+def test_nobody_is_widened_while_another_one_waits() -> None:
+    result = decide(
+        want("a", 50, max_world_size=3),
+        want("big", 1, world_size=4),
+        trainers=FOUR,
+    )
+    assert {name: len(slots) for name, (_, slots) in binds(result).items()} == {"a": 1}
+
+
+def test_a_bound_policy_is_widened_when_that_pays_for_the_swap() -> None:
+    def after(swap_s: float, **more: Any) -> Allocation:
+        holder = held("a", 90, "s0", max_world_size=4, swap_s=swap_s, **more)
+        return decide(holder, trainers=FOUR)
+
+    # 90 s on one slot, 90 / (4 x 0.9^3) = 31 s on four.
+    assert leaves(after(29.0)) == ["a"]
+    assert leaves(after(30.0)) == []
+    assert leaves(after(0.0, busy=True)) == []
+    idle = held("a", 0, "s0", remaining=90, max_world_size=4, expects=True)
+    assert leaves(decide(idle, trainers=FOUR)) == []
+    assert leaves(decide(held("a", 9, "s0"), trainers=FOUR)) == []
+
+
+def test_a_swap_waits_until_the_work_is_worth_it_or_all_there() -> None:
+    idle = held("a", 0, expects=True)
+    assert leaves(decide(want("b", 4, swap_s=5.0, expects=True), idle)) == []
+    assert leaves(decide(want("b", 5, swap_s=5.0, expects=True), idle)) == ["a"]
+    assert leaves(decide(want("b", 1, swap_s=5.0), idle)) == ["a"]
+
+
+def test_a_place_of_its_own_is_waited_for_and_never_taken() -> None:
+    place = Place("t0", ("slot1",))
+    assert binds(decide(want("a", 1, place=place), trainers=TWO)) == {"a": ("t0", ("slot1",))}
+    assert decide(want("a", 1, place=place), trainers={}).actions == ()
+    taken = held("b", 0, "slot1")
+    assert decide(want("a", 9, place=place), taken, trainers=TWO).actions == ()
+    # Who has none is served first, and does not drive away who has one.
+    frozen = want("frozen", 1)
+    result = decide(want("a", 9, place=Place("t0", ("slot0",))), frozen)
+    assert list(binds(result)) == ["frozen"]
+    assert leaves(decide(frozen, held("a", 0, place=Place("t0", ("slot0",))))) == []

@@ -10,8 +10,15 @@ from flexmarl.core.micro_batches import RowQueue
 from flexmarl.core.training_rows import Row
 
 
-def row(name: str) -> Row:
-    return Row(vertex_id=name, sample_id="s", agent="a", policy="p", path="0:0")
+def row(name: str, num_tokens: int = 0) -> Row:
+    return Row(
+        vertex_id=name,
+        sample_id="s",
+        agent="a",
+        policy="p",
+        path="0:0",
+        num_response_tokens=num_tokens,
+    )
 
 
 def ids(formed: list[tuple[Row, ...]]) -> list[list[str]]:
@@ -32,6 +39,18 @@ def test_forms_when_full_and_flushes_the_rest() -> None:
 def test_refuses_empty_micro_batches() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         RowQueue(rows_per_micro_batch=0)
+
+
+def test_tokens_bound_a_micro_batch_and_a_long_row_goes_alone() -> None:
+    queue = RowQueue(rows_per_micro_batch=3, tokens_per_micro_batch=10)
+    queue.add([row("a", 4), row("b", 5)], group_ordinal=0)
+    assert ids(queue.form(flush=False)) == []
+    queue.add([row("c", 2), row("d", 30), row("e", 1)], group_ordinal=0)
+    assert ids(queue.form(flush=False)) == [["a", "b"], ["c"], ["d"]]
+    queue.add([row("f", 1), row("g", 1), row("h", 1)], group_ordinal=0)
+    assert ids(queue.form(flush=False)) == [["e", "f", "g"]]
+    assert ids(queue.form(flush=True)) == [["h"]]
+    assert queue.num_tokens == 0
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))

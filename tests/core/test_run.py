@@ -26,6 +26,13 @@ POLICIES = {
     "frozen": PolicyRules(trained=False),
 }
 
+MODES: dict[str, dict[str, bool]] = {
+    "on_demand": {},
+    "synchronous": {"overlaps": False},
+    "static": {"static": True},
+    "colocated": {"overlaps": False, "colocated": True},
+}
+
 
 def rules(**more: Any) -> RunRules:
     closure = ClosureRules(
@@ -45,6 +52,7 @@ def rules(**more: Any) -> RunRules:
             policies=POLICIES,
             min_residence_s=more.get("residence", 0.0),
             ledger_every_s=more.get("ledger", 0.5),
+            **MODES[more.get("mode", "on_demand")],
         ),
         trainers=("t0",),
     )
@@ -85,6 +93,16 @@ def test_invariants_hold_in_any_order_of_events(
         # Eight losses in a row, or a first group of failures alone: both are allowed to end it.
         assert ended.failure is not None
         assert ended.failure.reason in ("CHILD_DIED", "WORKFLOW_RAISED")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(6))
+def test_invariants_hold_in_every_mode(mode: str, seed: int) -> None:
+    world = World(
+        rules(mode=mode), Random(seed), trouble=0.01 * (seed % 3), num_slots=3, agents=AGENTS
+    )
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
 
 
 @pytest.mark.parametrize("seed", range(8))

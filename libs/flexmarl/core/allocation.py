@@ -1,13 +1,17 @@
-"""Which policy holds which device slots.
+"""Which policy holds which device slots: a plan over estimates, made anew at every event.
 
-A policy needs `world_size` slots of one trainer, all or none. Among those that wait, the one with
-the longest remaining work goes first. A bound policy gives way
+A policy needs slots of one trainer, all or none. Among those that wait, the one with the longest
+remaining work goes first. It gets `world_size` slots; those that nobody else waits for, too, as far
+as its share of the remaining work and `max_world_size` go. A bound policy gives way
 
 - at once when it has nothing left to do in the batch,
-- after its minimum residence when it has no ready work, or when the waiting one has
-  `PREEMPT_RATIO` times its ready work (a smaller ratio would swap the two to and fro),
+- after its minimum residence when it has no ready work and the waiting one's is worth the swap,
+- after its minimum residence when the waiting one has `PREEMPT_RATIO` times its ready work (a
+  smaller ratio would swap the two to and fro),
+- to itself, when free slots would save it `WIDEN_RATIO` times what the swap costs,
 
-and in every case only between two operations, so at a boundary between micro-batches.
+and in every case only between two operations, so at a boundary between micro-batches. A policy with
+a place of its own (static allocation) keeps it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flexmarl.core.training_estimates import speed
+
 PREEMPT_RATIO = 2.0
+WIDEN_RATIO = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Slots of one trainer that are kept for one policy."""
+
+    trainer: str
+    slots: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +40,11 @@ class Demand:
     Attributes:
         policy: Its name.
         world_size: Slots that it needs.
+        max_world_size: Most slots that it can use; below `world_size` means just those.
         work: Ready work (tokens; an update or a first binding counts 1); 0 when there is none.
+        remaining: Estimate of all its work that is left in the batch, in tokens.
+        rate: Tokens per second on one slot.
+        swap_s: What taking it off its slots and on again costs, in seconds.
         expects: Whether more work may come in this batch.
         trainer: Trainer that it is bound to; None when it is not.
         slots: Slots that it holds.
@@ -35,11 +54,16 @@ class Demand:
         finishing: Whether its update is all that is left: its slots come free by themselves, and
             nobody else has to leave in the middle of his work.
         last_trainer: Trainer that held it last; its state may still be warm there.
+        place: Slots kept for it; None where slots go where work is.
     """
 
     policy: str
     world_size: int
     work: float
+    max_world_size: int = 0
+    remaining: float = 0.0
+    rate: float = 1.0
+    swap_s: float = 0.0
     expects: bool = False
     trainer: str | None = None
     slots: tuple[str, ...] = ()
@@ -48,6 +72,17 @@ class Demand:
     leaving: bool = False
     finishing: bool = False
     last_trainer: str | None = None
+    place: Place | None = None
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds of one slot that its remaining work takes."""
+        return max(self.remaining, self.work) / self.rate
+
+    @property
+    def worth_a_swap(self) -> bool:
+        """Whether its ready work outweighs a swap, or will not grow any more."""
+        return not self.expects or self.work / self.rate >= self.swap_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +97,7 @@ class BindSlots:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Suspend a policy so that another one gets its slots."""
+    """Suspend a policy so that another one, or it itself, gets slots."""
 
     policy: str
     reason: str
@@ -91,22 +126,29 @@ def allocate(
         min_residence_s: Time that a policy keeps its slots while it has or expects work.
         now: Time of the decision, on the clock of `Demand.since`.
     """
-    by_name = {demand.policy: demand for demand in demands}
-    bound = [d for d in by_name.values() if d.trainer is not None]
+    everyone = list(demands)
+    bound = [d for d in everyone if d.trainer is not None]
     rooms = {name: _Room(name, slots, bound) for name, slots in sorted(trainers.items())}
+    # Who has no place of its own is through quickly, and would wait for ever behind those with one.
     waiting = sorted(
-        (d for d in by_name.values() if d.trainer is None and d.work > 0),
-        key=lambda d: (-d.work, d.policy),
+        (d for d in everyone if d.trainer is None and d.work > 0),
+        key=lambda d: (d.place is not None, -d.remaining_s, d.policy),
     )
-    actions: list[BindSlots | GiveWay] = []
+    given: list[tuple[Demand, _Room, list[str]]] = []
+    leaves: list[GiveWay] = []
     look_again: list[float] = []
+    unserved = False
     for demand in waiting:
-        room = _with_room(demand, rooms.values())
-        if room is not None:
-            slots = room.take(demand.world_size)
-            reason = f"{demand.work:g} of ready work, {demand.world_size} free slot(s)"
-            actions.append(BindSlots(demand.policy, room.trainer, slots, reason))
+        if demand.place is not None:
+            room = rooms.get(demand.place.trainer)
+            if room is not None and room.take_place(demand.place.slots):
+                given.append((demand, room, list(demand.place.slots)))
             continue
+        found = _with_room(demand, rooms.values())
+        if found is not None:
+            given.append((demand, found, found.take(demand.world_size)))
+            continue
+        unserved = True
         plans = [
             _plan(demand, room, min_residence_s=min_residence_s, now=now) for room in rooms.values()
         ]
@@ -117,8 +159,20 @@ def allocate(
             victims = best.victims or ()
             best.room.reserve(demand.world_size, victims)
             reason = f"{demand.policy} waits with {demand.work:g} of ready work"
-            actions.extend(GiveWay(victim.policy, reason) for victim in victims)
-    return Allocation(tuple(actions), min(look_again, default=None))
+            leaves.extend(GiveWay(victim.policy, reason) for victim in victims)
+    if not unserved:
+        _widen(given, everyone)
+        leaves.extend(_widenings(rooms.values(), everyone))
+    binds = [
+        BindSlots(
+            demand.policy,
+            room.trainer,
+            tuple(slots),
+            f"{demand.work:g} of ready work, {len(slots)} free slot(s)",
+        )
+        for demand, room, slots in given
+    ]
+    return Allocation((*binds, *leaves), min(look_again, default=None))
 
 
 class _Room:
@@ -128,16 +182,23 @@ class _Room:
         here = [d for d in bound if d.trainer == trainer]
         held = {slot for d in here for slot in d.slots}
         self.trainer = trainer
+        self.size = len(slots)
         self.free = [slot for slot in slots if slot not in held]
         self.coming = sum(len(d.slots) for d in here if d.leaving or d.finishing)
         self.holders = sorted(
-            (d for d in here if not d.leaving and not d.finishing and not d.busy),
+            (d for d in here if not (d.leaving or d.finishing or d.busy or d.place)),
             key=lambda d: (d.work, d.expects, d.since, d.policy),
         )
 
-    def take(self, count: int) -> tuple[str, ...]:
-        taken, self.free = tuple(self.free[:count]), self.free[count:]
+    def take(self, count: int) -> list[str]:
+        taken, self.free = self.free[:count], self.free[count:]
         return taken
+
+    def take_place(self, slots: Sequence[str]) -> bool:
+        if not set(slots) <= set(self.free):
+            return False
+        self.free = [slot for slot in self.free if slot not in slots]
+        return True
 
     def reserve(self, count: int, victims: Sequence[Demand]) -> None:
         """Keep free and coming slots for a policy, so that nobody behind it counts on them."""
@@ -187,10 +248,42 @@ def _plan(demand: Demand, room: _Room, *, min_residence_s: float, now: float) ->
 def _gives_way_at(victim: Demand, demand: Demand, *, min_residence_s: float) -> float | None:
     if victim.work == 0 and not victim.expects:
         return victim.since
-    if victim.work == 0 or demand.work >= PREEMPT_RATIO * victim.work:
+    outweighs = demand.work / demand.rate >= PREEMPT_RATIO * victim.work / victim.rate
+    if demand.worth_a_swap and outweighs:
         return victim.since + min_residence_s
     return None
 
 
 def _cost(plan: _Plan) -> tuple[float, str]:
-    return sum(victim.work for victim in plan.victims or ()), plan.room.trainer
+    return sum(victim.work / victim.rate for victim in plan.victims or ()), plan.room.trainer
+
+
+def _share(demand: Demand, everyone: Sequence[Demand], room: _Room) -> int:
+    """Slots that a policy should hold by its part of the work that is left."""
+    most = max(demand.max_world_size, demand.world_size)
+    total_s = sum(other.remaining_s for other in everyone)
+    fair = round(room.size * demand.remaining_s / total_s) if total_s else 0
+    return min(max(fair, demand.world_size), most)
+
+
+def _widen(given: list[tuple[Demand, _Room, list[str]]], everyone: Sequence[Demand]) -> None:
+    for demand, room, slots in given:
+        if demand.place is None:
+            slots += room.take(max(_share(demand, everyone, room) - len(slots), 0))
+
+
+def _widenings(rooms: Iterable[_Room], everyone: Sequence[Demand]) -> list[GiveWay]:
+    """Bound policies that a swap to more slots would help; at most one per trainer at a time."""
+    leaves: list[GiveWay] = []
+    for room in rooms:
+        for holder in sorted(room.holders, key=lambda d: (-d.remaining_s, d.policy)):
+            held = len(holder.slots)
+            wider = min(_share(holder, everyone, room), held + len(room.free))
+            if wider <= held or holder.work == 0:
+                continue
+            saved_s = holder.remaining_s * (1 / speed(held) - 1 / speed(wider))
+            if saved_s > WIDEN_RATIO * holder.swap_s:
+                reason = f"{wider} slots instead of {held} save it {saved_s:.3g} s"
+                leaves.append(GiveWay(holder.policy, reason))
+                break
+    return leaves

@@ -12,14 +12,23 @@ class RowQueue:
     """Released rows of one policy in one batch; rows of the oldest group go first.
 
     Each row that is added leaves exactly once.
+
+    Args:
+        rows_per_micro_batch: Most rows of one.
+        tokens_per_micro_batch: Most tokens of one, prompts included; a row with more is one alone.
+            None: no such limit.
     """
 
-    def __init__(self, *, rows_per_micro_batch: int) -> None:
+    def __init__(
+        self, *, rows_per_micro_batch: int, tokens_per_micro_batch: int | None = None
+    ) -> None:
         if rows_per_micro_batch < 1:
             raise ValueError("a micro-batch needs at least one row")
-        self._size = rows_per_micro_batch
+        self._rows = rows_per_micro_batch
+        self._tokens = float("inf") if tokens_per_micro_batch is None else tokens_per_micro_batch
         self._heap: list[tuple[int, str, int, Row]] = []
         self._added = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -28,12 +37,29 @@ class RowQueue:
         """Add released rows of a group."""
         for row in rows:
             self._added += 1
+            self.num_tokens += row.num_tokens
             heappush(self._heap, (group_ordinal, row.vertex_id, self._added, row))
 
     def form(self, *, flush: bool) -> list[tuple[Row, ...]]:
         """Take whole micro-batches out; with `flush` also the last, partial one."""
         formed: list[tuple[Row, ...]] = []
-        while len(self._heap) >= self._size or (flush and self._heap):
-            count = min(self._size, len(self._heap))
-            formed.append(tuple(heappop(self._heap)[3] for _ in range(count)))
+        while (
+            len(self._heap) >= self._rows
+            or self.num_tokens >= self._tokens
+            or (flush and self._heap)
+        ):
+            formed.append(self._take())
         return formed
+
+    def _take(self) -> tuple[Row, ...]:
+        taken: list[Row] = []
+        room = self._tokens
+        while self._heap and len(taken) < self._rows:
+            row = self._heap[0][3]
+            if taken and row.num_tokens > room:
+                break
+            heappop(self._heap)
+            taken.append(row)
+            room -= row.num_tokens
+            self.num_tokens -= row.num_tokens
+        return tuple(taken)

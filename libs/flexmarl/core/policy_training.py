@@ -18,6 +18,7 @@ from flexmarl.core.ids import BatchId, micro_batch_id
 from flexmarl.core.micro_batches import RowQueue
 from flexmarl.core.run_effects import CreateMicroBatch, MarkRows
 from flexmarl.core.run_events import StateFact
+from flexmarl.core.training_estimates import Estimates
 from flexmarl.core.training_rows import Row
 
 
@@ -27,7 +28,9 @@ class PolicyRules:
 
     trained: bool = True
     world_size: int = 1
+    max_world_size: int = 1
     micro_batch_rows: int = 64
+    micro_batch_tokens: int | None = None
 
 
 class RecordStage(Enum):
@@ -75,6 +78,12 @@ class Binding:
     slots: tuple[str, ...]
     since: float
     operation: OperationKind | None = None
+    operation_since: float = 0.0
+
+    def begin(self, operation: OperationKind, *, now: float) -> None:
+        """An operation starts on it."""
+        self.operation = operation
+        self.operation_since = now
 
 
 @dataclass(slots=True)
@@ -93,12 +102,14 @@ class PolicyTraining:
     unsaved_since: float | None = None
     failures: int = 0
     retry_at: float | None = None
+    work_since: float | None = None
+    estimates: Estimates = field(default_factory=Estimates)
     _saved: StateFact | None = None
     _next_ordinal: int = 0
     _batch: BatchId = field(default_factory=lambda: BatchId(0))
 
     def __post_init__(self) -> None:
-        self.queue = RowQueue(rows_per_micro_batch=self.rules.micro_batch_rows)
+        self.queue = self._new_queue()
 
     # Where it stands
 
@@ -145,6 +156,15 @@ class PolicyTraining:
         return float(tokens + self.apply_due)
 
     @property
+    def remaining(self) -> float:
+        """Estimate of the work left in the batch, in tokens: as much as the last one had."""
+        todo = self.work + self.queue.num_tokens
+        if self.subgraph_closed:
+            return todo
+        seen = self.queue.num_tokens + sum(r.num_tokens for r in self.records.values())
+        return todo + max(self.estimates.batch_tokens - seen, 0)
+
+    @property
     def rows_waiting(self) -> int:
         """Released rows that are in no sum yet."""
         stages = (RecordStage.CREATING, RecordStage.READY, RecordStage.COMPUTING)
@@ -158,11 +178,19 @@ class PolicyTraining:
         """Forget the last batch; a binding stays."""
         self._batch = batch
         self._next_ordinal = 0
-        self.queue = RowQueue(rows_per_micro_batch=self.rules.micro_batch_rows)
+        if self.records:
+            self.estimates.batch_tokens = sum(r.num_tokens for r in self.records.values())
+        self.queue = self._new_queue()
         self.records.clear()
         self.subgraph_closed = not self.rules.trained
         self.applied = False
         self.unsaved_since = None
+
+    def _new_queue(self) -> RowQueue:
+        return RowQueue(
+            rows_per_micro_batch=self.rules.micro_batch_rows,
+            tokens_per_micro_batch=self.rules.micro_batch_tokens,
+        )
 
     def restore(self, micro_batch: str, rows: tuple[Row, ...], *, voided: bool) -> None:
         """Take up a stored record; whether it is in a sum, `adopt` says."""
@@ -188,6 +216,13 @@ class PolicyTraining:
                 record.stage = RecordStage.DROPPED
             else:
                 record.stage = RecordStage.READY
+
+    def note_work(self, *, now: float) -> None:
+        """Remember since when there is ready work."""
+        if not self.work and self.has_state:
+            self.work_since = None
+        elif self.work_since is None:
+            self.work_since = now
 
     def unbind(self) -> None:
         """The binding is gone, and with it what was not saved."""

@@ -12,7 +12,7 @@ and not asked for yet. A restart therefore is nothing special: what the store ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -130,7 +130,8 @@ class RunCore:
         self._first_commit_asked = False
         self._subgraphs_asked = False
         self._end: BatchEnd | None = None
-        self._in_flight: dict[int, Work] = {}
+        self._in_flight: dict[int, tuple[Work, float]] = {}
+        self._sample_heard_at = 0.0
         # Samples are most of the news, and change nothing for the trainers by themselves.
         self._training_changed = True
         self._begin_batch()
@@ -155,13 +156,31 @@ class RunCore:
 
     def waits(self) -> list[str]:
         """What the run waits for, one line each."""
-        lines = [effect.waits for effect in self._in_flight.values()]
-        if self.batch is not None:
-            running = self.batch.num_samples - self.batch.num_samples_ended
-            if running:
-                lines.append(f"rollout: {running} open sample(s) of batch {self.batch.number}")
+        lines = [effect.waits for effect, _ in self._in_flight.values()]
+        if self.batch is not None and self.num_running:
+            lines.append(f"rollout: {self.num_running} open sample(s) of batch {self.batch.number}")
         lines.extend(f"timer: {name}" for name in self._timers)
         return lines
+
+    @property
+    def num_running(self) -> int:
+        """Samples of the open batch that have not ended."""
+        return 0 if self.batch is None else self.batch.num_samples - self.batch.num_samples_ended
+
+    @property
+    def in_flight(self) -> list[tuple[Work, float]]:
+        """Effects that have not ended, and when they were asked for; the oldest first."""
+        return list(self._in_flight.values())
+
+    @property
+    def timers(self) -> Mapping[str, float]:
+        """When timers fire, by name."""
+        return self._timers
+
+    @property
+    def sample_heard_at(self) -> float:
+        """When a sample ended or was started last."""
+        return self._sample_heard_at
 
     # What happens
 
@@ -181,7 +200,7 @@ class RunCore:
             effects.extend(self._advance(now))
         for effect in effects:
             if not isinstance(effect, SetTimer | EndRun):
-                self._in_flight[id(effect)] = effect
+                self._in_flight[id(effect)] = (effect, now)
         return effects
 
     def _take(self, event: Event, now: float) -> Iterator[Effect]:
@@ -193,6 +212,7 @@ class RunCore:
                 self._in_flight.pop(id(effect), None)
                 self._effect_failed(effect, failure, now)
             case SampleChanged(sample):
+                self._sample_heard_at = now
                 if self.batch is not None:
                     self.batch.sample_changed(sample)
             case RolloutLost():
@@ -233,7 +253,9 @@ class RunCore:
                 self.version = effect.version
                 self.cursor = effect.cursor
                 self._begin_batch()
-            case StartSamples() | PrepareWeights():
+            case StartSamples():
+                self._sample_heard_at = now
+            case PrepareWeights():
                 pass
             case _:
                 self._batch_done(effect, result)
@@ -327,7 +349,7 @@ class RunCore:
         rollout, version = self._rollout, self.version
         # One at a time: two under way could arrive in the wrong order.
         due = rollout.is_open and not rollout.activating and rollout.active != version
-        if version is not None and due:
+        if version is not None and due and self.training.off_devices:
             rollout.activating = True
             yield ActivateVersion(version=version, epoch=rollout.epoch, reason="it is committed")
 

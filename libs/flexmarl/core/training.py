@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flexmarl.core.allocation import Allocation, BindSlots, Demand, allocate
+from flexmarl.core.allocation import Allocation, BindSlots, Demand, Place, allocate
 from flexmarl.core.ids import BatchId
 from flexmarl.core.policy_training import (
     Binding,
@@ -47,11 +47,24 @@ FATAL_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRules:
-    """Policies by name, and how slots are shared."""
+    """Policies by name, and how slots are shared.
+
+    Attributes:
+        policies: Policies.
+        min_residence_s: Time that a policy keeps its slots while it has or expects work.
+        ledger_every_s: Longest time that computed gradients stay unsaved.
+        overlaps: Groups are trained as they close; else when the whole batch is there.
+        static: Each trained policy has slots of its own for the whole run.
+        colocated: Slots and instances are the same devices in turn: nothing stays bound while
+            samples run.
+    """
 
     policies: Mapping[str, PolicyRules]
     min_residence_s: float = 0.0
     ledger_every_s: float = 30.0
+    overlaps: bool = True
+    static: bool = False
+    colocated: bool = False
 
 
 class Training:
@@ -64,6 +77,7 @@ class Training:
         self.failure: RunFailure | None = None
         self._rules = rules
         self._trainers: dict[str, tuple[str, ...]] = {}
+        self._places: dict[str, Place] = {}
         self._bindings = 0
         self._batch = BatchId(0)
         self._begun = False
@@ -95,6 +109,12 @@ class Training:
         """Micro-batches in the updates of the batch."""
         return tuple(i for policy in self.trained if policy.applied for i in policy.in_sum)
 
+    @property
+    def off_devices(self) -> bool:
+        """Whether samples may run, as far as devices go: none of theirs is bound here."""
+        bound = any(policy.binding is not None for policy in self.policies.values())
+        return not (self._rules.colocated and bound)
+
     # What happens
 
     def begin_batch(self, batch: BatchId) -> None:
@@ -107,6 +127,8 @@ class Training:
     def trainer_opened(self, trainer: str, slots: tuple[str, ...]) -> None:
         """A trainer's slots can be used."""
         self._trainers[trainer] = slots
+        if self._rules.static:
+            self._find_places(trainer, slots)
 
     def trainer_lost(self, trainer: str) -> None:
         """A trainer's slots and bindings are gone."""
@@ -121,18 +143,23 @@ class Training:
         binding = policy.binding
         if binding is None or binding.number != effect.binding:
             return False
+        took_s = now - binding.operation_since
         binding.operation = None
         policy.failures = 0
         if isinstance(effect, Compute):
+            num_tokens = policy.records[effect.micro_batch_id].num_tokens
+            policy.estimates.computed(num_tokens, took_s=took_s, units=len(binding.slots))
             non_finite = isinstance(result, Computed) and result.non_finite
             policy.computed(effect.micro_batch_id, non_finite=non_finite, now=now)
             return True
         assert isinstance(result, StateSaved), "the other operations end with a saved state"
         if isinstance(effect, Bind):
             binding.since = now
+            policy.estimates.bound(took_s)
         policy.adopt(result.state)
         if isinstance(effect, Suspend):
             policy.unbind()
+            policy.estimates.suspended(took_s)
         return True
 
     def failed(self, effect: TrainerWork, failure: RunFailure, *, now: float) -> None:
@@ -157,8 +184,10 @@ class Training:
     ) -> Iterator[CreateMicroBatch | MarkRows | TrainerWork | SetTimer]:
         """What is to be done now."""
         for policy in self.policies.values():
-            yield from policy.form()
+            if self._rules.overlaps or policy.subgraph_closed:
+                yield from policy.form()
             yield from policy.marks_due()
+            policy.note_work(now=now)
         # First who has to leave: a policy that begins its next operation cannot.
         yield from self._allocate(version=version, now=now)
         for policy in self.policies.values():
@@ -177,7 +206,7 @@ class Training:
         if policy.unsaved_since is not None:
             save_at = policy.unsaved_since + self._rules.ledger_every_s
         if policy.apply_due:
-            binding.operation = OperationKind.APPLY
+            binding.begin(OperationKind.APPLY, now=now)
             yield Apply(
                 policy=name,
                 binding=number,
@@ -187,7 +216,7 @@ class Training:
                 reason="its subgraph is closed and every record is in the sum",
             )
         elif save_at is not None and save_at <= now:
-            binding.operation = OperationKind.SAVE
+            binding.begin(OperationKind.SAVE, now=now)
             yield SaveGradients(
                 policy=name,
                 binding=number,
@@ -197,7 +226,7 @@ class Training:
         elif policy.ready:
             record = policy.ready[0]
             record.stage = RecordStage.COMPUTING
-            binding.operation = OperationKind.COMPUTE
+            binding.begin(OperationKind.COMPUTE, now=now)
             yield Compute(
                 policy=name,
                 binding=number,
@@ -207,7 +236,9 @@ class Training:
                 reason=f"{len(policy.ready) + 1} record(s) ready",
             )
         elif not policy.rules.trained:
-            yield self._suspend(policy, "its weights are published and never change")
+            yield self._suspend(policy, "its weights are published and never change", now=now)
+        elif self._rules.colocated and (policy.settled or not policy.subgraph_closed):
+            yield self._suspend(policy, "samples run on the same devices", now=now)
         elif save_at is not None:
             yield SetTimer(name=f"ledger/{name}", at=save_at, reason="gradients are unsaved")
 
@@ -216,13 +247,13 @@ class Training:
         for action in decision.actions:
             policy = self.policies[action.policy]
             if not isinstance(action, BindSlots):
-                yield self._suspend(policy, action.reason)
+                yield self._suspend(policy, action.reason, now=now)
                 continue
             self._bindings += 1
             policy.retry_at = None
             policy.last_trainer = action.trainer
             policy.binding = Binding(
-                self._bindings, action.trainer, action.slots, now, OperationKind.BIND
+                self._bindings, action.trainer, action.slots, now, OperationKind.BIND, now
             )
             yield Bind(
                 policy=policy.name,
@@ -255,7 +286,11 @@ class Training:
         return Demand(
             policy=policy.name,
             world_size=policy.rules.world_size,
+            max_world_size=policy.rules.max_world_size,
             work=work,
+            remaining=policy.remaining,
+            rate=policy.estimates.rate,
+            swap_s=policy.estimates.swap_s,
             expects=self._begun and policy.rules.trained and not policy.summed,
             trainer=None if binding is None else binding.trainer,
             slots=() if binding is None else binding.slots,
@@ -264,11 +299,22 @@ class Training:
             leaving=operation is OperationKind.SUSPEND,
             finishing=policy.apply_due,
             last_trainer=policy.last_trainer,
+            place=self._places.get(policy.name),
         )
 
-    def _suspend(self, policy: PolicyTraining, reason: str) -> Suspend:
+    def _find_places(self, trainer: str, slots: tuple[str, ...]) -> None:
+        """Keeps slots of a new trainer for policies that have none; places never change again."""
+        kept = {slot for p in self._places.values() if p.trainer == trainer for slot in p.slots}
+        free = [slot for slot in slots if slot not in kept]
+        for policy in self.trained:
+            count = policy.rules.world_size
+            if policy.name not in self._places and count <= len(free):
+                self._places[policy.name] = Place(trainer, tuple(free[:count]))
+                del free[:count]
+
+    def _suspend(self, policy: PolicyTraining, reason: str, *, now: float) -> Suspend:
         assert policy.binding is not None, "only a bound policy can be suspended"
-        policy.binding.operation = OperationKind.SUSPEND
+        policy.binding.begin(OperationKind.SUSPEND, now=now)
         return Suspend(
             policy=policy.name,
             binding=policy.binding.number,

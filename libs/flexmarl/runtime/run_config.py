@@ -246,9 +246,13 @@ class PolicyTrainerConfig(_Section):
     """Training of a policy."""
 
     world_size: Annotated[int, Field(ge=1)] = 1
-    """Slots that its process group binds."""
+    """Slots that its process group binds at least."""
+    max_world_size: Annotated[int, Field(ge=1)] | None = None
+    """Most slots that it binds where more are free; unset means `world_size`."""
     micro_batch_rows: Annotated[int, Field(ge=1)] = 64
-    """Rows per micro-batch."""
+    """Most rows per micro-batch."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens per micro-batch, prompts included; a longer row is one alone."""
     max_tokens_per_pass: Annotated[int, Field(ge=1)] = 16384
     """Padded tokens per forward pass; a micro-batch is cut into passes of at most this size."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -331,6 +335,18 @@ class TrainerPoolConfig(_Section):
     """Longest time that computed gradients stay unsaved."""
 
 
+class PipelineConfig(_Section):
+    """How rollout and training share a step."""
+
+    overlap: bool = True
+    """Train groups as they close; false: when the whole batch is there."""
+    allocation: Literal["on_demand", "static"] = "on_demand"
+    """Slots go where work is, or each trained policy keeps slots of its own for the whole run."""
+    colocated: bool = False
+    """Rollout and training take turns on the same devices: nothing is bound while samples run, and
+    training starts when the whole batch is there."""
+
+
 class RunConfig(_Section):
     """A run."""
 
@@ -356,6 +372,8 @@ class RunConfig(_Section):
     """Agents by name."""
     trainer: TrainerPoolConfig = TrainerPoolConfig()
     """Training devices."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How rollout and training share a step."""
 
     @field_validator("name")
     @classmethod
@@ -384,7 +402,25 @@ class RunConfig(_Section):
                     f"policies.{name}.trainer.world_size = {policy.trainer.world_size} exceeds "
                     f"trainer.slots = {self.trainer.slots}"
                 )
+            most = policy.trainer.max_world_size
+            if most is not None and most < policy.trainer.world_size:
+                raise ValueError(
+                    f"policies.{name}.trainer.max_world_size = {most} is below "
+                    f"world_size = {policy.trainer.world_size}"
+                )
+        self._check_static_slots()
         return self
+
+    def _check_static_slots(self) -> None:
+        if self.pipeline.allocation != "static":
+            return
+        sizes = [self.policies[name].trainer.world_size for name in self.trained_policies()]
+        if sum(sizes) > self.trainer.slots:
+            raise ValueError(
+                f'pipeline.allocation = "static" gives each trained policy slots of its own: '
+                f"{' + '.join(map(str, sizes))} = {sum(sizes)} needed, trainer.slots = "
+                f'{self.trainer.slots}; add slots or use "on_demand"'
+            )
 
     def relative_to(self, folder: Path) -> RunConfig:
         """Returns the config with absolute paths; relative ones are taken from `folder`."""

@@ -166,6 +166,19 @@ def show(
 
 
 @app.command()
+def why(
+    run: RunId,
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run waits for, since when, and what would end it."""
+    from flexmarl.cli.commands.why import why as command
+
+    raise typer.Exit(command(run, data_dir=data_dir, cluster=cluster or [], as_json=as_json))
+
+
+@app.command()
 def graph(
     run: RunId,
     sample: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexmarl.cli.clients import Clients
@@ -30,18 +31,8 @@ def launch(
         DomainError: A file cannot be stored with the run; nothing was started.
         CliError: What was started failed.
     """
-    models = {name: policy.model.path for name, policy in config.policies.items()}
-    source = RunSource(
-        run_id=run_id,
-        config_json=config.model_dump_json().encode(),
-        portable_config_json=_without_paths(config),
-        package=config.workflow.package,
-        # What runs leave is no part of the workflow, and models travel by themselves.
-        exclude=(folder, folder.parent, cluster_folder.path, *models.values()),
-        dataset=config.dataset.path,
-        models=models,
-    )
-
+    # What runs leave is no part of the workflow.
+    source = source_of(run_id, config, exclude=(folder, folder.parent, cluster_folder.path))
     check_source(source)
 
     async def begin(clients: Clients) -> RunConfig:
@@ -59,6 +50,20 @@ def launch(
         begin=begin,
     )
     return asyncio.run(run_job(job))
+
+
+def source_of(run_id: str, config: RunConfig, *, exclude: Sequence[Path] = ()) -> RunSource:
+    """What is stored of a run; models that lie in the workflow's folder travel by themselves."""
+    models = {name: policy.model.path for name, policy in config.policies.items()}
+    return RunSource(
+        run_id=run_id,
+        config_json=config.model_dump_json().encode(),
+        portable_config_json=_without_paths(config),
+        package=config.workflow.package,
+        exclude=(*exclude, *models.values()),
+        dataset=config.dataset.path,
+        models=models,
+    )
 
 
 def _without_paths(config: RunConfig) -> bytes:

@@ -29,7 +29,7 @@ from flexmarl.orchestrator.convert import (
 )
 from flexmarl.orchestrator.dataset import Dataset, DatasetRules, read_dataset
 from flexmarl.orchestrator.driver import Driver
-from flexmarl.orchestrator.progress import describe
+from flexmarl.orchestrator.progress import bounds_of, describe
 from flexmarl.orchestrator.recovery import read_stored_run
 from flexmarl.orchestrator.rollout_effects import RolloutEffects
 from flexmarl.orchestrator.rules import parse_config
@@ -103,9 +103,13 @@ class LiveRun:
         if self._failure is not None:
             progress.failure.CopyFrom(failure_message(self._failure))
         if self._context is not None and self._driver is not None:
-            describe(progress, self._context, self._driver.core)
+            bounds = bounds_of(self._config, self._run_config)
+            describe(progress, self._context, self._driver.core, bounds=bounds)
         elif not self.ended.is_set():
-            progress.waits.append(f"store at {self.home.address}: read the run")
+            what = f"store at {self.home.address}: read the run"
+            progress.waits.append(what)
+            patience = f"store_patience_s = {self._config.store_patience_s:g}"
+            progress.reasons.add(what=what, ends=f"its answer; after {patience} the run fails")
         return progress
 
     def stop(self, *, finish_batch: bool) -> None:

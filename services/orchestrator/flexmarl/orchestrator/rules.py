@@ -60,12 +60,17 @@ def rules_of(config: RunConfig, *, trainers: Sequence[str]) -> RunRules:
                 name: PolicyRules(
                     trained=policy.kind == "trained",
                     world_size=policy.trainer.world_size,
+                    max_world_size=policy.trainer.max_world_size or policy.trainer.world_size,
                     micro_batch_rows=policy.trainer.micro_batch_rows,
+                    micro_batch_tokens=policy.trainer.micro_batch_tokens,
                 )
                 for name, policy in config.policies.items()
             },
             min_residence_s=config.trainer.min_residence_s,
             ledger_every_s=config.trainer.ledger_every_s,
+            overlaps=config.pipeline.overlap and not config.pipeline.colocated,
+            static=config.pipeline.allocation == "static",
+            colocated=config.pipeline.colocated,
         ),
         trainers=tuple(trainers),
     )

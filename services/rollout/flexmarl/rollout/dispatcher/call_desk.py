@@ -221,7 +221,8 @@ class CallDesk:
         effects = self._post(self._event_of(result))
         instance = self._instances.get(result.instance_id)
         if instance is not None:
-            instance.note_load(self._core.num_at(result.instance_id), self._loop.time())
+            instance.heard_at = now = self._loop.time()
+            instance.note_load(self._core.num_at(result.instance_id), now)
         return effects
 
     def _event_of(self, result: GenerateResult) -> Event:

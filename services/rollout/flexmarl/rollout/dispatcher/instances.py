@@ -47,6 +47,7 @@ class Instance:
         busy_since: Since when it has had a request; None while idle.
         busy_s: Busy time since `sampled_at`.
         sampled_at: When the busy share was read last.
+        heard_at: When it ended a request, was given its first one, or changed its state.
     """
 
     spec: InstanceSpec
@@ -59,6 +60,7 @@ class Instance:
     busy_since: float | None = None
     busy_s: float = 0.0
     sampled_at: float = 0.0
+    heard_at: float = 0.0
 
     @property
     def instance_id(self) -> str:
@@ -87,10 +89,15 @@ class Instance:
     def note_load(self, running: int, now: float) -> None:
         """Accounts busy time; called when the number of requests changes."""
         if running and self.busy_since is None:
-            self.busy_since = now
+            self.busy_since = self.heard_at = now
         elif not running and self.busy_since is not None:
             self.busy_s += now - max(self.busy_since, self.sampled_at)
             self.busy_since = None
+
+    def silent_s(self, now: float) -> float:
+        """Since when something is waited for from it; 0 when nothing is."""
+        waited_for = self.busy_since is not None or not self.serving
+        return now - self.heard_at if waited_for else 0.0
 
     def take_busy_fraction(self, now: float) -> float:
         """Share of the time since the last call with at least one request."""
@@ -127,7 +134,9 @@ class InstanceBook:
         """Places an instance on a host; one that is there already stays as it is."""
         known = self._instances.get(spec.instance_id)
         if known is None or known.host_id != host_id:
-            self._instances[spec.instance_id] = Instance(spec, host_id, sampled_at=now)
+            self._instances[spec.instance_id] = Instance(
+                spec, host_id, sampled_at=now, heard_at=now
+            )
 
     def remove(self, instance_id: str) -> None:
         """Forgets an instance."""
@@ -138,6 +147,8 @@ class InstanceBook:
         instance = self._instances.get(status.instance_id)
         if instance is None or instance.host_id != host_id:
             return None
+        if status.state != instance.status.state:
+            instance.heard_at = now
         instance.status = status
         restarted = status.state in (INSTANCE_STATE_STARTING, INSTANCE_STATE_DEAD)
         served = status.state == INSTANCE_STATE_SERVING and status.version == instance.requested

@@ -42,6 +42,7 @@ def instance_statuses(run: Run) -> list[InstanceStatus]:
         del status.policies[:]
         status.policies.extend(instance.spec.policies)
         status.num_running = run.desk.num_at(instance.instance_id)
+        status.silent_ms = int(instance.silent_s(now) * 1e3)
         status.busy_fraction = instance.take_busy_fraction(now)
         statuses.append(status)
     return statuses

@@ -414,6 +414,7 @@ class RunProgress(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     status: _common_pb2.RunStatus.ValueType
@@ -456,6 +457,10 @@ class RunProgress(_message.Message):
     def waits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the run waits for, one line each."""
 
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """The same with since when and what would end it, the longest wait first."""
+
     def __init__(
         self,
         *,
@@ -474,11 +479,42 @@ class RunProgress(_message.Message):
         instances: _abc.Iterable[_engine_pb2.InstanceStatus] | None = ...,
         slots: _abc.Iterable[_trainer_pb2.SlotStatus] | None = ...,
         waits: _abc.Iterable[_builtins.str] | None = ...,
+        reasons: _abc.Iterable[Global___Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "instances", b"instances", "num_groups", b"num_groups", "num_groups_closed", b"num_groups_closed", "num_samples", b"num_samples", "num_samples_ended", b"num_samples_ended", "num_versions", b"num_versions", "queues", b"queues", "rows_waiting", b"rows_waiting", "run_id", b"run_id", "slots", b"slots", "stage", b"stage", "status", b"status", "version", b"version", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "instances", b"instances", "num_groups", b"num_groups", "num_groups_closed", b"num_groups_closed", "num_samples", b"num_samples", "num_samples_ended", b"num_samples_ended", "num_versions", b"num_versions", "queues", b"queues", "reasons", b"reasons", "rows_waiting", b"rows_waiting", "run_id", b"run_id", "slots", b"slots", "stage", b"stage", "status", b"status", "version", b"version", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunProgress: _TypeAlias = RunProgress  # noqa: Y015
+
+@_typing.final
+class Wait(_message.Message):
+    """Wait is one thing that a run waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """What is waited for, naming the service, process, policy or sample."""
+    waited_ms: _builtins.int
+    """Milliseconds that it has been waited for; set by the orchestrator."""
+    ends: _builtins.str
+    """What would end the wait, and the bound after which it ends by itself."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        waited_ms: _builtins.int = ...,
+        ends: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "waited_ms", b"waited_ms", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015

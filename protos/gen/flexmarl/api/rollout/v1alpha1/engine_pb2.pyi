@@ -530,6 +530,7 @@ class InstanceStatus(_message.Message):
     NUM_RESTARTS_FIELD_NUMBER: _builtins.int
     BUSY_FRACTION_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id."""
     host_id: _builtins.str
@@ -548,6 +549,10 @@ class InstanceStatus(_message.Message):
     """Restarts so far."""
     busy_fraction: _builtins.float
     """Share of wall time with at least one request since the last status, 0 to 1; set by the dispatcher."""
+    silent_ms: _builtins.int
+    """Milliseconds since it ended a request, was given its first one, or changed its state, while it has
+    requests or does not serve; 0 otherwise. Set by the dispatcher.
+    """
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Policies it serves."""
@@ -570,10 +575,11 @@ class InstanceStatus(_message.Message):
         num_restarts: _builtins.int = ...,
         busy_fraction: _builtins.float = ...,
         failure: _common_pb2.Failure | None = ...,
+        silent_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_fraction", b"busy_fraction", "failure", b"failure", "host_id", b"host_id", "instance_id", b"instance_id", "num_restarts", b"num_restarts", "num_running", b"num_running", "pid", b"pid", "policies", b"policies", "state", b"state", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_fraction", b"busy_fraction", "failure", b"failure", "host_id", b"host_id", "instance_id", b"instance_id", "num_restarts", b"num_restarts", "num_running", b"num_running", "pid", b"pid", "policies", b"policies", "silent_ms", b"silent_ms", "state", b"state", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,62 @@
+"""What training a policy takes, learnt from operations that ended.
+
+Only the allocation of slots goes by it, never a result: a wrong estimate costs time, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+SCALING_EFFICIENCY: Final = 0.9
+"""Part of a unit's speed that is left for each unit added to a policy's process group."""
+
+_WEIGHT_OF_NEWEST: Final = 0.3
+_FIRST_RATE: Final = 1000.0
+
+
+def speed(units: int) -> float:
+    """How many times as fast as one unit so many are together."""
+    return float(units * SCALING_EFFICIENCY ** (units - 1))
+
+
+@dataclass(slots=True)
+class Estimates:
+    """Estimates of one policy.
+
+    Attributes:
+        rate: Tokens per second on one unit.
+        bind_s: Binding it to slots.
+        suspend_s: Taking it off them.
+        batch_tokens: Tokens of its rows in the newest whole batch; 0 before the first.
+    """
+
+    rate: float = _FIRST_RATE
+    bind_s: float = 0.0
+    suspend_s: float = 0.0
+    batch_tokens: int = 0
+    _rated: bool = False
+
+    @property
+    def swap_s(self) -> float:
+        """Off the slots and on again."""
+        return self.bind_s + self.suspend_s
+
+    def computed(self, num_tokens: int, *, took_s: float, units: int) -> None:
+        """Gradients of so many tokens were computed."""
+        if took_s > 0 and num_tokens > 0:
+            newest = num_tokens / (took_s * speed(units))
+            self.rate = _mean(self.rate, newest) if self._rated else newest
+            self._rated = True
+
+    def bound(self, took_s: float) -> None:
+        """A binding was made."""
+        self.bind_s = _mean(self.bind_s, took_s) if self.bind_s else took_s
+
+    def suspended(self, took_s: float) -> None:
+        """A binding was given up."""
+        self.suspend_s = _mean(self.suspend_s, took_s) if self.suspend_s else took_s
+
+
+def _mean(old: float, newest: float) -> float:
+    return old + _WEIGHT_OF_NEWEST * (newest - old)

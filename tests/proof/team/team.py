@@ -1,0 +1,42 @@
+"""The proof's team: a planner, two calls of a solver in parallel, a judge; some samples fail.
+
+Nothing depends on time: failures are drawn from `ctx.random`, so they are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexmarl.rollout.workflow import Context, FinishedSample, Rewards
+
+FAILING = 0.06
+"""Share of samples that fail after all of their calls."""
+
+
+async def team(ctx: Context, query: Mapping[str, Any]) -> str:
+    """The judge's answer."""
+    digits = query["digits"]
+    plan = await ctx.call("planner", digits=digits)
+    left, right = await ctx.gather(
+        ctx.call("solver", digits=digits[:2], after=plan),
+        ctx.call("solver", digits=digits[2:], after=plan),
+    )
+    verdict = await ctx.call("judge", left=left, right=right)
+    if ctx.random.random() < FAILING:
+        raise RuntimeError("this sample was to fail")
+    return verdict.text
+
+
+def reward(sample: FinishedSample) -> Rewards:
+    """How often each call wrote the first digit that it was shown, and the team the query's."""
+    first = sample.query["digits"][0]
+    return Rewards(
+        team=share(sample.output, first),
+        vertices={call: share(call.text, first) for call in sample.calls},
+    )
+
+
+def share(text: str, symbol: str) -> float:
+    """Share of a symbol in a text."""
+    return text.count(symbol) / max(len(text), 1)
