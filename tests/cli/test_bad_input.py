@@ -98,7 +98,7 @@ def test_no_dataset(run_files, refused):
 
 def test_an_empty_dataset(run_files, refused):
     run_files.dataset.write_text("\n")
-    assert f"dataset.path: {run_files.dataset} has no rows" in refused()
+    assert f"dataset {run_files.dataset}: it has no rows" in refused()
 
 
 def test_a_dataset_smaller_than_a_batch(run_files, refused):
@@ -111,14 +111,14 @@ def test_a_missing_column_names_row_and_columns(run_files, refused):
     with run_files.dataset.open("a") as file:
         file.write('{"digit": "7"}\n')
     said = refused()
-    assert "line 5: no column 'digits'" in said
+    assert "line 5 has no column 'digits'" in said
     assert "digit" in said
 
 
 def test_a_broken_row(run_files, refused):
     with run_files.dataset.open("a") as file:
         file.write("{broken\n")
-    assert f"{run_files.dataset}, line 5: not JSON" in refused()
+    assert f"dataset {run_files.dataset}: line 5 is not JSON" in refused()
 
 
 def test_a_missing_parquet_column(run_files, refused):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from flexmarl.core.dataset_order import Cursor, DatasetOrder
-from flexmarl.core.ids import SampleId
+from flexmarl.core.ids import BatchId, GroupId, SampleId, is_evaluation
 from flexmarl.core.run import RunCore, RunRules
 from flexmarl.core.run_effects import (
     ActivateVersion,
@@ -89,7 +89,7 @@ class Store:
 
     def stored(self) -> StoredRun:
         batch = -1 if self.version is None else self.version
-        names = [g for g in self.groups if SampleId.parse(f"{g}-s000a0").group.batch.batch == batch]
+        names = [g for g in self.groups if GroupId.parse(g).batch == BatchId(batch)]
         groups = []
         for name in names:
             rows = tuple(r for r in self.rows.values() if r.sample_id.startswith(name + "-"))
@@ -110,7 +110,14 @@ class Store:
             cursor=self.cursor,
             groups=tuple(groups),
             samples=tuple(
-                fact for fact in self.samples.values() if fact.sample_id.group.batch.batch == batch
+                fact
+                for fact in self.samples.values()
+                if fact.sample_id.group.batch == BatchId(batch)
+            ),
+            evaluated=tuple(
+                fact
+                for fact in self.samples.values()
+                if fact.sample_id.group.batch == BatchId(batch, evaluation=True)
             ),
             records=tuple(
                 StoredRecord(
@@ -154,13 +161,14 @@ class World:
         num_slots: int,
         agents: dict[str, str],
         num_queries: int = 17,
+        epochs: int | None = None,
     ) -> None:
         self.rules = rules
         self.rng = rng
         self.trouble = trouble
         self.num_slots = num_slots
         self.agents = agents
-        self.order = DatasetOrder(num_queries, seed=1, shuffle=True)
+        self.order = DatasetOrder(num_queries, seed=1, shuffle=True, epochs=epochs)
         self.store = Store()
         self.now = 0.0
         self.pending: list[Work] = []
@@ -279,7 +287,8 @@ class World:
         return Rewards() if self.without_rewards else Rewards(team=1.0, agents=agents)
 
     def write_rows(self, name: str) -> None:
-        if SampleId.parse(name).group.batch.batch in self.store.closed_batches:
+        batch = SampleId.parse(name).group.batch
+        if batch.batch in self.store.closed_batches and not batch.evaluation:
             return
         for place, (agent, policy) in enumerate(self.agents.items()):
             vertex_id = f"{name}/0:{place}"
@@ -290,7 +299,7 @@ class World:
                 policy=policy,
                 path=f"0:{place}",
                 num_response_tokens=3,
-                trainable=self.rules.training.policies[policy].trained,
+                trainable=self.rules.training.policies[policy].trained and not batch.evaluation,
             )
 
     def state_of(self, policy: str) -> StateFact:
@@ -467,7 +476,7 @@ class World:
         seen = [
             spec.query_index
             for name, spec in sorted(store.groups.items())
-            if SampleId.parse(f"{name}-s000a0").group.batch.batch < version
+            if GroupId.parse(name).batch.batch < version and not is_evaluation(name)
         ]
         expected, cursor = self.order.take(Cursor(), len(seen))
         assert (tuple(seen), store.cursor) == (expected, cursor), "queries skipped or repeated"

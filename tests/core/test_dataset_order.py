@@ -34,6 +34,17 @@ def test_an_empty_dataset_has_no_order() -> None:
         DatasetOrder(0, seed=0, shuffle=True)
 
 
+def test_the_last_pass_has_an_end() -> None:
+    assert DatasetOrder(5, seed=1, shuffle=True).left(Cursor(3, 1)) is None
+    order = DatasetOrder(5, seed=1, shuffle=True, epochs=2)
+    assert [order.left(c) for c in (Cursor(), Cursor(1, 3), Cursor(2, 0), Cursor(7, 1))] == [
+        10,
+        2,
+        0,
+        0,
+    ]
+
+
 @given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=8))
 def test_taking_in_parts_is_taking_at_once(num_rows: int, parts: list[int]) -> None:
     order = DatasetOrder(num_rows, seed=5, shuffle=True)

@@ -8,6 +8,7 @@ from flexmarl.core.ids import (
     SampleId,
     VertexId,
     check_name,
+    is_evaluation,
     micro_batch_id,
     parse_batch,
 )
@@ -15,9 +16,11 @@ from flexmarl.core.ids import (
 numbers = st.integers(min_value=0, max_value=10**7)
 
 
-@given(numbers, numbers, numbers, numbers, numbers)
-def test_ids_read_back(batch, batch_attempt, group, ordinal, attempt):
-    sample = SampleId(GroupId(BatchId(batch, batch_attempt), group), ordinal, attempt)
+@given(numbers, numbers, st.booleans(), numbers, numbers, numbers)
+def test_ids_read_back(batch, batch_attempt, evaluation, group, ordinal, attempt):
+    batch_id = BatchId(batch, batch_attempt, evaluation)
+    sample = SampleId(GroupId(batch_id, group), ordinal, attempt)
+    assert is_evaluation(str(sample)) == evaluation
     assert SampleId.parse(str(sample)) == sample
     assert GroupId.parse(str(sample.group)) == sample.group
     vertex = VertexId(sample, "0.1:2")

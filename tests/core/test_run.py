@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flexmarl.core.advantages import AdvantageRule
 from flexmarl.core.batch import BatchRules
 from flexmarl.core.closure import ClosureRules
+from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.run import RunRules
 from flexmarl.core.states import RunStatus
@@ -55,6 +56,7 @@ def rules(**more: Any) -> RunRules:
             **MODES[more.get("mode", "on_demand")],
         ),
         trainers=("t0",),
+        evaluation=more.get("evaluation", EvaluationRules()),
     )
 
 

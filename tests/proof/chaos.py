@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from integration.cluster_harness import eventually
 from proof.facts import Facts, differences
 from proof.proof_cluster import VICTIMS, ProofCluster
 
@@ -136,10 +138,11 @@ class Chaos:
             await asyncio.sleep(0.01)
 
     async def _orphans(self) -> list[str]:
-        end_s = time.monotonic() + GONE_S
-        while (orphans := self.cluster.orphans()) and time.monotonic() < end_s:
-            await asyncio.sleep(0.2)
-        return orphans
+        with contextlib.suppress(AssertionError):
+            await eventually(
+                lambda: not self.cluster.orphans(), what="the last child", timeout_s=GONE_S
+            )
+        return self.cluster.orphans()
 
 
 def main() -> int:

@@ -112,6 +112,7 @@ class BatchGroups:
         rules: Sizes and policies.
         query_at: Dataset row of the group with an ordinal, replacements counted on.
         watch: Failure watch of the whole run.
+        max_groups: Queries that the dataset has left, replacements included; None: no end.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class BatchGroups:
         *,
         query_at: Callable[[int], int],
         watch: FailureWatch,
+        max_groups: int | None = None,
     ) -> None:
         self.batch = batch
+        self._max_groups = max_groups
         self.groups: dict[str, GroupState] = {}
         self.failure: RunFailure | None = None
         self._rules = rules
@@ -266,7 +269,10 @@ class BatchGroups:
     def due(self) -> list[AdmitGroups | CancelSamples | ReadRows | CloseGroup]:
         """What the batch needs now, and the groups that something happened to."""
         if not self.groups:
-            return [self._admit([""] * self._rules.num_groups, "the batch begins")]
+            count = self._rules.num_groups
+            if self._max_groups is not None:
+                count = min(count, self._max_groups)
+            return [self._admit([""] * count, "the batch begins")]
         effects: list[AdmitGroups | CancelSamples | ReadRows | CloseGroup] = []
         for group_id in self._due:
             group = self.groups[group_id]
@@ -375,7 +381,9 @@ class BatchGroups:
             return False
         if any(other.spec.replaces == group.spec.group_id for other in self.groups.values()):
             return False
-        if may_replace(replaced=self._replaced, rules=self._rules.closure):
+        taken = len(self.groups) + len(self._to_replace)
+        is_left = self._max_groups is None or taken < self._max_groups
+        if is_left and may_replace(replaced=self._replaced, rules=self._rules.closure):
             self._replaced += 1
             return True
         if self._rules.closure.on_replace_exhausted == "fail":

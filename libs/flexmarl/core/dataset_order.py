@@ -27,12 +27,22 @@ class Cursor:
 
 
 class DatasetOrder:
-    """Which row stands at which place of which pass; a function of seed and size alone."""
+    """Which row stands at which place of which pass; a function of seed and size alone.
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
+    Args:
+        num_rows: Rows.
+        seed: Of the run.
+        shuffle: Whether each pass has an order of its own.
+        epochs: Passes; None: as many as are asked for.
+    """
+
+    def __init__(
+        self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None
+    ) -> None:
         if num_rows < 1:
             raise ValueError("a dataset needs at least one row")
         self.num_rows = num_rows
+        self._epochs = epochs
         self._seed = seed
         self._shuffle = shuffle
         self._pass: tuple[int, list[int]] | None = None
@@ -40,6 +50,12 @@ class DatasetOrder:
     def row_at(self, cursor: Cursor) -> int:
         """Index of the row at a cursor."""
         return self._rows(cursor.epoch)[cursor.position]
+
+    def left(self, cursor: Cursor) -> int | None:
+        """Rows from a cursor to the end of the last pass; None: there is none."""
+        if self._epochs is None:
+            return None
+        return max(self._epochs * self.num_rows - cursor.epoch * self.num_rows - cursor.position, 0)
 
     def advance(self, cursor: Cursor, count: int) -> Cursor:
         """The cursor `count` places on."""

@@ -9,6 +9,7 @@ by position (I14).
     b000012a0-g0003-s002a0        sample 2 of the group, sample attempt 0
     b000012a0-g0003-s002a0/0.1:0  call 0 made in task 0.1 of the sample
     b000012a0-m0004-sorter        micro-batch 4 of the batch, of policy sorter
+    e000012a0-g0003-s002a0        sample 2 of query 3 in the evaluation of version 12
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ import re
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_BATCH = re.compile(r"b(\d{6,})a(\d+)")
-_GROUP = re.compile(r"b(\d{6,})a(\d+)-g(\d{4,})")
-_SAMPLE = re.compile(r"b(\d{6,})a(\d+)-g(\d{4,})-s(\d{3,})a(\d+)")
+_BATCH = re.compile(r"([be])(\d{6,})a(\d+)")
+_GROUP = re.compile(r"([be])(\d{6,})a(\d+)-g(\d{4,})")
+_SAMPLE = re.compile(r"([be])(\d{6,})a(\d+)-g(\d{4,})-s(\d{3,})a(\d+)")
 _PATH = re.compile(r"\d+(\.\d+)*:(\d+|[A-Za-z_][A-Za-z0-9_-]{0,63})")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchId:
-    """One attempt of one batch."""
+    """One attempt of one batch; or the evaluation of the version of that number.
+
+    An evaluation's rows are sampled like a batch's and are no part of it: they are never released,
+    counted, or trained on.
+    """
 
     batch: int
     attempt: int = 0
+    evaluation: bool = False
 
     def __str__(self) -> str:
-        return f"b{self.batch:06d}a{self.attempt}"
+        return f"{'e' if self.evaluation else 'b'}{self.batch:06d}a{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,9 @@ class GroupId:
         Raises:
             ValueError: `text` is not a group id.
         """
-        match = _full(_GROUP, text, "group")
-        batch, attempt, ordinal = (int(part) for part in match.groups())
-        return cls(BatchId(batch, attempt), ordinal)
+        letter, *parts = _full(_GROUP, text, "group").groups()
+        batch, attempt, ordinal = (int(part) for part in parts)
+        return cls(BatchId(batch, attempt, letter == "e"), ordinal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,9 @@ class SampleId:
         Raises:
             ValueError: `text` is not a sample id.
         """
-        match = _full(_SAMPLE, text, "sample")
-        batch, batch_attempt, group, ordinal, attempt = (int(part) for part in match.groups())
-        return cls(GroupId(BatchId(batch, batch_attempt), group), ordinal, attempt)
+        letter, *parts = _full(_SAMPLE, text, "sample").groups()
+        batch, batch_attempt, group, ordinal, attempt = (int(part) for part in parts)
+        return cls(GroupId(BatchId(batch, batch_attempt, letter == "e"), group), ordinal, attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,12 @@ def parse_batch(text: str) -> BatchId:
     match = _BATCH.match(text)
     if match is None:
         raise ValueError(f"not an id of this project: {text!r}")
-    return BatchId(int(match.group(1)), int(match.group(2)))
+    return BatchId(int(match.group(2)), int(match.group(3)), match.group(1) == "e")
+
+
+def is_evaluation(text: str) -> bool:
+    """Whether a group, sample or vertex id is of an evaluation."""
+    return text.startswith("e")
 
 
 def check_name(name: str, *, what: str) -> str:

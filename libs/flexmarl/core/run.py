@@ -13,15 +13,16 @@ and not asked for yet. A restart therefore is nothing special: what the store ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from flexmarl.core.batch import BatchGroups, BatchRules
 from flexmarl.core.batch_end import BatchEnd
 from flexmarl.core.closure import FailureWatch
 from flexmarl.core.dataset_order import DatasetOrder
+from flexmarl.core.evaluation import Evaluation, EvaluationRules
 from flexmarl.core.idle import IdleWatch
-from flexmarl.core.ids import BatchId, SampleId
+from flexmarl.core.ids import BatchId, SampleId, is_evaluation
 from flexmarl.core.recovery import restore_batch
 from flexmarl.core.run_effects import (
     ActivateVersion,
@@ -67,7 +68,7 @@ from flexmarl.core.run_events import (
 )
 from flexmarl.core.states import RunStatus
 from flexmarl.core.training import Training, TrainingRules
-from flexmarl.core.training_rows import RunFailure
+from flexmarl.core.training_rows import RunFailure, SampleFact
 
 _BatchWork = (
     AdmitGroups
@@ -90,6 +91,7 @@ class RunRules:
     batch: BatchRules
     training: TrainingRules
     trainers: tuple[str, ...]
+    evaluation: EvaluationRules = field(default_factory=EvaluationRules)
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ class RunCore:
         self.version = stored.version
         self.cursor = stored.cursor
         self.batch: BatchGroups | None = None
+        self.evaluation: Evaluation | None = None
         self.training = Training(rules.training)
         self.ended: EndRun | None = None
         self._rules = rules
@@ -135,6 +138,7 @@ class RunCore:
         # Samples are most of the news, and change nothing for the trainers by themselves.
         self._training_changed = True
         self._begin_batch()
+        self._begin_evaluation(stored.evaluated)
         restore_batch(stored, self.batch, self.training)
 
     # What a person sees
@@ -159,6 +163,8 @@ class RunCore:
         lines = [effect.waits for effect, _ in self._in_flight.values()]
         if self.batch is not None and self.num_running:
             lines.append(f"rollout: {self.num_running} open sample(s) of batch {self.batch.number}")
+        if self.evaluation is not None and self.evaluation.num_open:
+            lines.append(f"rollout: {self.evaluation.num_open} sample(s) of an evaluation")
         lines.extend(f"timer: {name}" for name in self._timers)
         return lines
 
@@ -213,7 +219,10 @@ class RunCore:
                 self._effect_failed(effect, failure, now)
             case SampleChanged(sample):
                 self._sample_heard_at = now
-                if self.batch is not None:
+                if sample.sample_id.group.batch.evaluation:
+                    if self.evaluation is not None:
+                        self.evaluation.sample_changed(sample)
+                elif self.batch is not None:
                     self.batch.sample_changed(sample)
             case RolloutLost():
                 self._rollout = _Rollout(epoch=self._rollout.epoch + 1)
@@ -253,10 +262,18 @@ class RunCore:
                 self.version = effect.version
                 self.cursor = effect.cursor
                 self._begin_batch()
+                self._begin_evaluation()
             case StartSamples():
                 self._sample_heard_at = now
             case PrepareWeights():
                 pass
+            case AdmitGroups(groups=groups) if is_evaluation(groups[0].group_id):
+                assert self.evaluation is not None, "it asked for them"
+                self.evaluation.admitted()
+            case ReadRows(group_id=group_id) if is_evaluation(group_id):
+                assert self.evaluation is not None, "it asked for them"
+                assert isinstance(result, RowsRead), "ReadRows ends with rows"
+                self.evaluation.rows_read(group_id, result.rows)
             case _:
                 self._batch_done(effect, result)
 
@@ -314,10 +331,12 @@ class RunCore:
         else:
             yield from self._activate()
             yield from self._batch_due()
+            yield from self._evaluation_due()
         if self._training_changed:
             self._training_changed = False
             yield from self._new_timers(self.training.due(version=self.version, now=now))
-        if self._end is not None and self.version is not None and self.batch is not None:
+        if self._end is not None and self.batch is not None and self._evaluated:
+            assert self.version is not None, "a batch is sampled at a version"
             cursor = self._order.advance(self.cursor, self.batch.num_admitted)
             yield from self._end.due(version=self.version, cursor=cursor)
         yield from self._finish_if_due()
@@ -365,15 +384,30 @@ class RunCore:
             names = tuple(p.name for p in self.training.trained)
             yield CloseSubgraphs(batch=batch.number, policies=names, reason="no group is open")
 
+    def _evaluation_due(self) -> Iterator[Effect]:
+        if self.evaluation is not None and self._rollout.active == self.version:
+            yield from self.evaluation.due()
+            yield from self._start(self.evaluation.take_startable(), "the version is evaluated")
+
+    @property
+    def _evaluated(self) -> bool:
+        """Whether the version may be left, as far as its evaluation goes."""
+        return self.evaluation is None or self.evaluation.done
+
     def _start_all_open(self) -> Iterator[Effect]:
-        if self.batch is not None and self._rollout.active == self.version:
+        if self._rollout.active != self.version:
+            return
+        if self.batch is not None:
             self.batch.take_startable()
             yield from self._start(list(self.batch.open_samples()), "the version is active")
+        if self.evaluation is not None and self.evaluation.is_admitted:
+            self.evaluation.take_startable()
+            yield from self._start(self.evaluation.open_samples(), "the version is active")
 
     def _start(self, samples: list[SampleId], reason: str) -> Iterator[Effect]:
-        if samples and self.batch is not None:
+        if samples and self.version is not None:
             yield StartSamples(
-                batch=self.batch.number,
+                batch=self.version,
                 epoch=self._rollout.epoch,
                 samples=tuple(samples),
                 reason=reason,
@@ -381,7 +415,7 @@ class RunCore:
 
     def _begin_batch(self) -> None:
         self.batch = self._end = None
-        if self.version is None or self.version >= self._rules.num_versions or self._stopping:
+        if self.version is None or self._is_last or self._stopping:
             return
         start = self.cursor
         self._subgraphs_asked = False
@@ -390,9 +424,22 @@ class RunCore:
             self._rules.batch,
             query_at=lambda ordinal: self._order.row_at(self._order.advance(start, ordinal)),
             watch=self._watch,
+            max_groups=self._order.left(start),
         )
         self._end = BatchEnd(self.batch, self.training, self._idle)
         self.training.begin_batch(self.batch.batch)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no batch follows the version."""
+        assert self.version is not None, "version 0 is committed"
+        return self.version >= self._rules.num_versions or self._order.left(self.cursor) == 0
+
+    def _begin_evaluation(self, stored: Iterable[SampleFact] = ()) -> None:
+        self.evaluation = None
+        rules, version = self._rules.evaluation, self.version
+        if version is not None and rules.is_due(version, last=self.batch is None):
+            self.evaluation = Evaluation(version, rules, stored)
 
     def _new_timers(self, effects: Iterable[Effect]) -> Iterator[Effect]:
         for effect in effects:
@@ -409,8 +456,8 @@ class RunCore:
         if failure is not None:
             yield self._finish(RunStatus.FAILED, failure.message, failure)
         elif self.batch is None and self.version is not None:
-            if self.version >= self._rules.num_versions:
-                if self._rollout.active == self.version:
+            if self._is_last:
+                if self._rollout.active == self.version and self._evaluated:
                     yield self._finish(RunStatus.FINISHED, f"version {self.version} is committed")
             else:  # it goes without a batch only when it shall stop
                 yield self._finish(RunStatus.STOPPED, "a user stopped the run after its batch")

@@ -173,6 +173,7 @@ class StoredRun:
         samples: Sample attempts of the open batch.
         records: Micro-batch records of the open batch.
         states: Newest state record per policy.
+        evaluated: Sample attempts of the version's evaluation that ended.
     """
 
     version: int | None = None
@@ -181,3 +182,4 @@ class StoredRun:
     samples: tuple[SampleFact, ...] = ()
     records: tuple[StoredRecord, ...] = ()
     states: Mapping[str, StateFact] = field(default_factory=dict)
+    evaluated: tuple[SampleFact, ...] = ()

@@ -23,6 +23,11 @@ def sample_seed(run_seed: int, *, batch: int, group: int, sample: int) -> int:
     return derive(run_seed, "sample", batch, group, sample)
 
 
+def evaluation_seed(run_seed: int, *, query: int, sample: int) -> int:
+    """Returns the root seed of a sample of an evaluation: the same at every version."""
+    return derive(run_seed, "evaluation", query, sample)
+
+
 def vertex_seed(sample_seed_: int, *, path: str) -> int:
     """Returns the seed of a vertex."""
     return derive(sample_seed_, "vertex", path)

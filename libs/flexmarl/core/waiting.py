@@ -97,8 +97,9 @@ def explain(
         Wait(what=effect.waits, for_s=now - since, ends=_end_of(effect, bounds))
         for effect, since in core.in_flight
     ]
-    if core.num_running:
-        waits.append(_open_samples(core, bounds, now))
+    evaluating = 0 if core.evaluation is None else core.evaluation.num_open
+    if core.num_running or evaluating:
+        waits.append(_open_samples(core, evaluating, bounds, now))
         waits.extend(_engines(instances, bounds))
     waits.extend(_slots(core, now))
     for name, at in core.timers.items():
@@ -107,11 +108,14 @@ def explain(
     return sorted(waits, key=lambda wait: -wait.for_s)
 
 
-def _open_samples(core: RunCore, bounds: Bounds, now: float) -> Wait:
-    batch = core.batch
-    assert batch is not None, "open samples belong to a batch"
+def _open_samples(core: RunCore, evaluating: int, bounds: Bounds, now: float) -> Wait:
+    parts = []
+    if core.batch is not None and core.num_running:
+        parts.append(f"{core.num_running} open sample(s) of batch {core.batch.number}")
+    if evaluating:
+        parts.append(f"{evaluating} sample(s) of the evaluation of version {core.version}")
     return Wait(
-        what=f"rollout: {core.num_running} open sample(s) of batch {batch.number}",
+        what=f"rollout: {' and '.join(parts)}",
         for_s=now - core.sample_heard_at,
         ends=(
             "the next sample that ends; each has workflow.sample_timeout_s = "

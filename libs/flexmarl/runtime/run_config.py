@@ -38,17 +38,73 @@ class WorkflowConfig(_Section):
     """Most samples in progress in one worker; further ones wait."""
 
 
+class FilterConfig(_Section):
+    """Rows to keep: those whose column compares so with the value."""
+
+    column: str
+    """Column; a row without it is left out."""
+    op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = "=="
+    """Comparison; with "in" and "not in" the value is a list."""
+    value: str | int | float | bool | list[str | int | float | bool]
+    """What it is compared with."""
+
+    @model_validator(mode="after")
+    def _list_where_needed(self) -> FilterConfig:
+        if (self.op in ("in", "not in")) != isinstance(self.value, list):
+            raise ValueError(f'op = "{self.op}" with value = {self.value!r}: "in" takes a list')
+        return self
+
+
 class DatasetConfig(_Section):
     """The queries."""
 
     path: Path
-    """JSONL or Parquet file; relative to the config."""
+    """JSONL or Parquet file, or a folder that Hugging Face `datasets` reads; relative to the
+    config."""
+    split: str = "train"
+    """Split of a Hugging Face folder; a file has none."""
+    filters: tuple[FilterConfig, ...] = ()
+    """Rows must pass all of them."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Most passes over the rows; the run ends there, though `versions` be more."""
     columns: tuple[str, ...] = ()
     """Columns that every row must have; named in the error when one is missing."""
     shuffle: bool = True
     """Shuffle each pass by the run's seed."""
     limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first rows that pass the filters."""
+
+
+class EvaluationConfig(_Section):
+    """Held-out queries, sampled at every k-th version and never trained on."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Versions from one evaluation to the next; the last version is always one. 0: never."""
+    path: Path | None = None
+    """File or folder of the queries; unset: the dataset's."""
+    split: str | None = None
+    """Split of a Hugging Face folder."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the dataset's rows that is held out, chosen by seed and content."""
+    limit: Annotated[int, Field(ge=1)] | None = None
     """Use only the first rows."""
+    greedy: bool = True
+    """Draw one sample of each query from the most likely tokens."""
+    samples: Annotated[int, Field(ge=0)] = 1
+    """Samples of each query that are drawn as in training."""
+
+    @model_validator(mode="after")
+    def _has_queries(self) -> EvaluationConfig:
+        if not self.every:
+            return self
+        if not self.greedy and not self.samples:
+            raise ValueError("greedy = false and samples = 0: nothing would be sampled")
+        other = self.path is not None or self.split is not None
+        if other == (self.fraction is not None):
+            raise ValueError(
+                "set fraction, or path and split of the held-out queries: one of the two"
+            )
+        return self
 
 
 class BatchConfig(_Section):
@@ -347,6 +403,19 @@ class PipelineConfig(_Section):
     training starts when the whole batch is there."""
 
 
+class TrackersConfig(_Section):
+    """Where a run's numbers go beside `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Write TensorBoard's event files into the run's folder."""
+    wandb: bool = False
+    """Log to Weights & Biases."""
+    wandb_project: str = "flexmarl"
+    """Project there."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """Keep its files in the run's folder, or send them to its server."""
+
+
 class RunConfig(_Section):
     """A run."""
 
@@ -364,6 +433,8 @@ class RunConfig(_Section):
     """Queries."""
     batch: BatchConfig
     """Batch."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantages."""
     policies: dict[str, PolicyConfig]
@@ -374,6 +445,8 @@ class RunConfig(_Section):
     """Training devices."""
     pipeline: PipelineConfig = PipelineConfig()
     """How rollout and training share a step."""
+    trackers: TrackersConfig = TrackersConfig()
+    """Trackers."""
 
     @field_validator("name")
     @classmethod
@@ -434,6 +507,9 @@ class RunConfig(_Section):
                     update={"package": absolute(self.workflow.package)}
                 ),
                 "dataset": self.dataset.model_copy(update={"path": absolute(self.dataset.path)}),
+                "evaluation": self.evaluation.model_copy(
+                    update={"path": self.evaluation.path and absolute(self.evaluation.path)}
+                ),
                 "policies": {
                     name: policy.model_copy(
                         update={

@@ -166,6 +166,21 @@ def show(
 
 
 @app.command()
+def stop(
+    run: RunId,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once; by default the open batch is finished.")
+    ] = False,
+    data_dir: DataDir = _DATA_DIR,
+    cluster: Cluster = None,
+) -> None:
+    """Stop a run after its open batch, or at once; it can be resumed either way."""
+    from flexmarl.cli.commands.stop import stop as command
+
+    command(run, finish_batch=not now, data_dir=data_dir, cluster=cluster or [])
+
+
+@app.command()
 def why(
     run: RunId,
     data_dir: DataDir = _DATA_DIR,

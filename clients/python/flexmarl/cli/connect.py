@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from flexmarl.cli.cluster.attach import addresses_of, find_running, parse_cluster
+from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running, parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.local import LocalCluster
 from flexmarl.cli.cluster.plan import STORE, ClusterSettings
@@ -29,6 +29,26 @@ async def connect_store(address: str) -> AsyncIterator[StoreClient]:
     async with StoreClient.connect(address) as store:
         await store.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
         yield store
+
+
+def addresses_of_running(data_dir: Path, cluster: Sequence[str]) -> Addresses:
+    """Addresses of a cluster that runs, its orchestrator among them.
+
+    Raises:
+        CliError: None runs in the folder, or the orchestrator was not named.
+    """
+    if cluster:
+        addresses = parse_cluster(list(cluster))
+        if not addresses.orchestrator:
+            raise CliError("--cluster: name the orchestrator too: --cluster orchestrator=HOST:PORT")
+        return addresses
+    running = find_running(ClusterFolder(data_dir.resolve()))
+    if running is None:
+        raise CliError(
+            f"{data_dir.resolve()}: no cluster runs there, so no run goes on there; "
+            "go on with: flexmarl resume RUN"
+        )
+    return addresses_of(running)
 
 
 def with_store(

@@ -11,6 +11,7 @@ from flexmarl.cli.clients import Clients
 from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import ClusterSettings
+from flexmarl.cli.preflight.dataset import dataset_content, held_out_content
 from flexmarl.cli.session import Job, run_job
 from flexmarl.client.runs import RunSource, check_source, store_run
 from flexmarl.runtime.run_config import RunConfig
@@ -61,7 +62,8 @@ def source_of(run_id: str, config: RunConfig, *, exclude: Sequence[Path] = ()) -
         portable_config_json=_without_paths(config),
         package=config.workflow.package,
         exclude=(*exclude, *models.values()),
-        dataset=config.dataset.path,
+        dataset=config.dataset.path if config.dataset.path.is_file() else dataset_content(config),
+        held_out=held_out_content(config),
         models=models,
     )
 
@@ -69,7 +71,7 @@ def source_of(run_id: str, config: RunConfig, *, exclude: Sequence[Path] = ()) -
 def _without_paths(config: RunConfig) -> bytes:
     """The configuration as the content hash sees it: files count by content, not by place."""
     data = config.model_dump(mode="json")
-    data["workflow"]["package"] = data["dataset"]["path"] = ""
+    data["workflow"]["package"] = data["dataset"]["path"] = data["evaluation"]["path"] = ""
     for policy in data["policies"].values():
         policy["model"]["path"] = ""
     return json.dumps(data, sort_keys=True).encode()

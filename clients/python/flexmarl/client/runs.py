@@ -8,13 +8,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.client.bundle import MAX_BUNDLE_BYTES, folder_hash, folder_size, pack_folder
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason
+
+SourceT = TypeVar("SourceT", bound=Path | bytes)
 
 MAX_DATASET_BYTES: Final = 1 << 30
 """Largest dataset that is stored with a run."""
@@ -30,7 +32,8 @@ class RunSource:
         portable_config_json: The same without paths of this host, for the content hash.
         package: Workflow package folder.
         exclude: Paths in it that are no part of it, such as the output of earlier runs.
-        dataset: Dataset file.
+        dataset: Dataset file, or its content.
+        held_out: Queries of the evaluation that are no part of the dataset; None: there are none.
         models: Base model folder of each policy.
     """
 
@@ -39,8 +42,9 @@ class RunSource:
     portable_config_json: bytes
     package: Path
     exclude: Sequence[Path]
-    dataset: Path
+    dataset: Path | bytes
     models: Mapping[str, Path]
+    held_out: bytes | None = None
 
 
 def check_source(source: RunSource) -> None:
@@ -51,6 +55,7 @@ def check_source(source: RunSource) -> None:
     """
     folder_size(source.package, exclude=source.exclude, max_bytes=MAX_BUNDLE_BYTES)
     _checked_dataset(source.dataset)
+    _checked_dataset(source.held_out or b"")
     for folder in sorted(set(source.models.values())):
         folder_size(folder, follow_links=True)
 
@@ -70,8 +75,13 @@ async def store_run(
         )
         bundle = await store.put_object(archive)
         dataset = await store.put_object(_checked_dataset(source.dataset))
+        held_out = None
+        if source.held_out is not None:
+            held_out = await store.put_object(_checked_dataset(source.held_out))
         models = await _store_models(store, source.models, Path(scratch))
     parts = [source.portable_config_json, packed.content_hash.encode(), dataset.checksum.encode()]
+    if held_out is not None:
+        parts.append(held_out.checksum.encode())
     parts += [f"{name} {ref.content_hash}".encode() for name, ref in sorted(models.items())]
     run = graph_pb2.Run(
         run_id=source.run_id,
@@ -80,6 +90,7 @@ async def store_run(
         shards=shards,
         workflow_bundle=bundle,
         dataset=dataset,
+        evaluation_dataset=held_out,
         models=models,
     )
     return await store.create_run(run)
@@ -109,14 +120,15 @@ async def _store_model(store: StoreClient, folder: Path, archive: Path) -> graph
     return ref
 
 
-def _checked_dataset(path: Path) -> Path:
-    size = path.stat().st_size
+def _checked_dataset(source: SourceT) -> SourceT:
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
     if size > MAX_DATASET_BYTES:
+        name = source if isinstance(source, Path) else "of the run"
         raise DomainError(
             ErrorReason.DATASET_INVALID,
-            f"dataset {path} has {size} bytes, more than {MAX_DATASET_BYTES}; split it",
+            f"dataset {name} has {size} bytes, more than {MAX_DATASET_BYTES}; split it",
         )
-    return path
+    return source
 
 
 def _hash_parts(parts: Sequence[bytes]) -> str:

@@ -178,11 +178,18 @@ class StoreClient(ServiceClient):
             request.page_token = response.next_page_token
 
     async def list_samples(
-        self, run_id: str, *, batch: int | None = None, group_id: str = ""
+        self,
+        run_id: str,
+        *,
+        batch: int | None = None,
+        group_id: str = "",
+        evaluation: bool = False,
     ) -> list[graph_pb2.Sample]:
-        """All samples of a batch or group, by id."""
+        """All samples of a batch or group, by id; or of the evaluation of the version `batch`."""
         samples: list[graph_pb2.Sample] = []
-        request = pb.ListSamplesRequest(run_id=run_id, batch=batch, group_id=group_id)
+        request = pb.ListSamplesRequest(
+            run_id=run_id, batch=batch, group_id=group_id, evaluation=evaluation
+        )
         while True:
             response: pb.ListSamplesResponse = await self._call("ListSamples", request)
             samples.extend(response.samples)

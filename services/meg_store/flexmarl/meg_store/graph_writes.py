@@ -20,6 +20,7 @@ from flexmarl.core import fencing, graph_rules
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.graph_rules import WriteOutcome
+from flexmarl.core.ids import is_evaluation
 from flexmarl.core.states import SAMPLE
 from flexmarl.meg_store import vertex_checks as checks
 from flexmarl.meg_store.backend import Table
@@ -236,6 +237,8 @@ class _Call:
         return known
 
     def _is_closed(self, meta: graph_pb2.VertexMeta) -> bool:
+        if is_evaluation(meta.vertex_id):
+            return False  # what is never trained on may end whenever it likes
         scope = (meta.batch, meta.batch_attempt, meta.policy)
         known = self._closed.get(scope)
         if known is None:

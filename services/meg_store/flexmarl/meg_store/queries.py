@@ -125,7 +125,9 @@ class Queries:
             return len(response.samples) >= _page_size(request.page_size)
 
         batch = request.batch if request.HasField("batch") else None
-        stem = request.group_id + "-" if request.group_id else _batch_stem(batch)
+        stem = _batch_stem(batch, evaluation=request.evaluation)
+        if request.group_id:
+            stem = request.group_id + "-"
         response.next_page_token = await self._page(
             keys.prefix("sample", request.run_id) + stem.encode(),
             request.run_id,
@@ -325,8 +327,9 @@ def _page_size(asked: int) -> int:
     return min(asked or DEFAULT_PAGE, MAX_PAGE)
 
 
-def _batch_stem(batch: int | None) -> str:
-    return "" if batch is None else f"b{batch:06d}a"
+def _batch_stem(batch: int | None, *, evaluation: bool = False) -> str:
+    # An evaluation's ids start with another letter: no list of a batch meets them.
+    return "" if batch is None else f"{'e' if evaluation else 'b'}{batch:06d}a"
 
 
 def _vertex_stems(chosen: pb.VertexFilter) -> list[str]:

@@ -79,7 +79,9 @@ class Accounts:
         step = self._context.clock.parts(now)
         step_s = step["step_s"]
         numbers = batch_metrics(batch, self._core.training, step_s=step_s)
-        self._numbers = {**step, **numbers, **self._context.train_means.take()}
+        evaluation = self._core.evaluation
+        evaluated = {} if evaluation is None else evaluation.metrics()
+        self._numbers = {**step, **numbers, **self._context.train_means.take(), **evaluated}
         if self._shares:
             self._numbers["utilisation/rollout"] = sum(self._shares) / len(self._shares)
             self._shares.clear()
@@ -96,6 +98,15 @@ class Accounts:
             policies=counts.policies,
             metrics=self._numbers,
         )
+
+    def finish(self) -> None:
+        """The run has ended: its last version has no batch, but may have been evaluated."""
+        evaluation = self._core.evaluation
+        if self._core.batch is None and evaluation is not None and evaluation.done:
+            record = graph_pb2.BatchRecord(batch=evaluation.version, metrics=evaluation.metrics())
+            self._context.reports.append(
+                orchestrator_pb2.VersionReport(version=evaluation.version, batch=record)
+            )
 
     async def _add_trainer_utilisation(self, step_s: float) -> None:
         slots, busy_s, known = 0, 0.0, True

@@ -13,8 +13,9 @@ from flexmarl.api.rollout.v1alpha1 import rollout_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.client.store import StoreClient
 from flexmarl.core.batch_metrics import StepClock, TrainMeans
+from flexmarl.core.ids import is_evaluation
 from flexmarl.orchestrator.calls import fenced
-from flexmarl.orchestrator.dataset import Dataset
+from flexmarl.runtime.dataset import Queries
 from flexmarl.runtime.run_config import RunConfig
 
 
@@ -28,7 +29,7 @@ class RunContext:
         config: The run's configuration.
         store: Its home shard.
         home: Address of the home shard, as this orchestrator knows it.
-        dataset: Its queries.
+        queries: Its queries, held-out ones apart.
         manifest: Newest committed manifest; None before version 0.
         states: Newest saved state record of each policy.
         query_index: Dataset row of each group of the open batch.
@@ -45,7 +46,7 @@ class RunContext:
     config: RunConfig
     store: StoreClient
     home: common_pb2.ShardAddress
-    dataset: Dataset
+    queries: Queries
     manifest: graph_pb2.Manifest | None = None
     states: dict[str, graph_pb2.StateRecord] = field(default_factory=dict)
     query_index: dict[str, int] = field(default_factory=dict)
@@ -63,7 +64,12 @@ class RunContext:
 
     def query_of(self, group_id: str) -> bytes:
         """The query of an admitted group."""
-        return self.dataset.queries[self.query_index[group_id]]
+        return self.query_at(group_id, self.query_index[group_id])
+
+    def query_at(self, group_id: str, index: int) -> bytes:
+        """The query of a group that is to have that row."""
+        rows = self.queries.held_out if is_evaluation(group_id) else self.queries.training
+        return rows[index]
 
     async def confirm_term(self) -> None:
         """Make sure that nobody has taken the run over, where no other call would tell.

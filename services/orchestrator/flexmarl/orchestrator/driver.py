@@ -100,11 +100,15 @@ class Driver:
         confirm_term_s: float,
     ) -> None:
         order = DatasetOrder(
-            len(context.dataset),
+            len(context.queries.training),
             seed=context.config.seed,
             shuffle=context.config.dataset.shuffle,
+            epochs=context.config.dataset.epochs,
         )
-        self.core = RunCore(rules_of(context.config, trainers=sorted(trainers)), order, stored)
+        rules = rules_of(
+            context.config, trainers=sorted(trainers), num_held_out=len(context.queries.held_out)
+        )
+        self.core = RunCore(rules, order, stored)
         self._context = context
         self._rollout = rollout
         self._trainers = trainers
@@ -164,6 +168,7 @@ class Driver:
                 effects = self.core.handle(events, now=time.monotonic())
                 self._accounts.observe(events)
                 self._begin(effects)
+            self._accounts.finish()
             return self.core.ended
         finally:
             for timer in self._timers.values():

@@ -27,13 +27,13 @@ from flexmarl.orchestrator.convert import (
     failure_message,
     failure_of_error,
 )
-from flexmarl.orchestrator.dataset import Dataset, DatasetRules, read_dataset
 from flexmarl.orchestrator.driver import Driver
 from flexmarl.orchestrator.progress import bounds_of, describe
 from flexmarl.orchestrator.recovery import read_stored_run
 from flexmarl.orchestrator.rollout_effects import RolloutEffects
 from flexmarl.orchestrator.rules import parse_config
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
+from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.spans import SpanRecorder
@@ -148,10 +148,10 @@ class LiveRun:
             config=self._run_config,
             store=self.store,
             home=self.home,
-            dataset=Dataset(()),
+            queries=Queries(),
         )
         self._context = context
-        context.dataset = await self._read_dataset()
+        context.queries = await self._read_queries()
         stored = await read_stored_run(context)
         rollout, trainers = self._clients
         driver = Driver(
@@ -180,16 +180,17 @@ class LiveRun:
         )
         return await driver.drive()
 
-    async def _read_dataset(self) -> Dataset:
-        dataset = self._run_config.dataset
-        content = await self.store.get_object(self._run.dataset.key)
-        rules = DatasetRules(
-            name=dataset_name(str(dataset.path), self._run.dataset.key),
-            columns=dataset.columns,
-            limit=dataset.limit,
-            min_rows=self._run_config.batch.groups,
-        )
-        return await asyncio.to_thread(read_dataset, content, rules)
+    async def _read_queries(self) -> Queries:
+        config, run = self._run_config, self._run
+        dataset = await self._read_file(str(config.dataset.path), run.dataset.key)
+        held_out = None
+        if run.HasField("evaluation_dataset"):
+            path = str(config.evaluation.path or config.dataset.path)
+            held_out = await self._read_file(path, run.evaluation_dataset.key)
+        return await asyncio.to_thread(read_queries, config, dataset, held_out)
+
+    async def _read_file(self, path: str, key: str) -> QueryFile:
+        return QueryFile(name=dataset_name(path, key), content=await self.store.get_object(key))
 
     async def _finish(self, end: EndRun) -> None:
         self._failure = end.failure

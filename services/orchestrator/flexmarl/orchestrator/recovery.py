@@ -12,6 +12,7 @@ from flexmarl.core.dataset_order import Cursor
 from flexmarl.core.run_effects import GroupSpec
 from flexmarl.core.run_events import StoredGroup, StoredRecord, StoredRun
 from flexmarl.core.states import GroupStatus
+from flexmarl.core.training_rows import SampleFact
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import DONE, cursor_of, row_of, sample_fact, state_fact
 
@@ -40,6 +41,7 @@ async def read_stored_run(context: RunContext) -> StoredRun:
         async for vertex in store.list_vertices(run_id, pb.VertexFilter(batch=batch, status=DONE))
         if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT
     ]
+    evaluated = await _evaluated(context, batch)
     context.query_index.update((group.group_id, group.query_index) for group in groups)
     context.micro_batches.update((record.micro_batch_id, record) for record in records)
     void = {meta.vertex_id for meta in metas if meta.void_reason != _NOT_VOID}
@@ -50,7 +52,16 @@ async def read_stored_run(context: RunContext) -> StoredRun:
         samples=tuple(sample_fact(sample) for sample in samples),
         records=tuple(_record(record, void) for record in records),
         states=states,
+        evaluated=evaluated,
     )
+
+
+async def _evaluated(context: RunContext, version: int) -> tuple[SampleFact, ...]:
+    """Samples of the version's evaluation, where it has begun."""
+    if not context.queries.held_out:
+        return ()
+    samples = await context.store.list_samples(context.run_id, batch=version, evaluation=True)
+    return tuple(sample_fact(sample) for sample in samples)
 
 
 def _group(group: graph_pb2.Group, metas: list[graph_pb2.VertexMeta], *, shard: str) -> StoredGroup:

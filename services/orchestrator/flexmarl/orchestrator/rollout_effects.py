@@ -17,7 +17,7 @@ from flexmarl.core.run_effects import (
     PrepareWeights,
     StartSamples,
 )
-from flexmarl.core.seeds import sample_seed
+from flexmarl.core.seeds import evaluation_seed, sample_seed
 from flexmarl.orchestrator.calls import fenced, waiting
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import policy_manifest
@@ -106,12 +106,17 @@ class RolloutEffects:
             group_ordinal=group.ordinal,
             query_json=context.query_of(str(group)),
             version=group.batch.batch,
-            seed=sample_seed(
-                context.config.seed,
-                batch=group.batch.batch,
-                group=group.ordinal,
-                sample=sample_id.ordinal,
-            ),
+            seed=self._seed(sample_id),
+            evaluation=group.batch.evaluation,
+            greedy=group.batch.evaluation and sample_id.ordinal == 0,
+        )
+
+    def _seed(self, sample_id: SampleId) -> int:
+        group, seed = sample_id.group, self._context.config.seed
+        if group.batch.evaluation:
+            return evaluation_seed(seed, query=group.ordinal, sample=sample_id.ordinal)
+        return sample_seed(
+            seed, batch=group.batch.batch, group=group.ordinal, sample=sample_id.ordinal
         )
 
 

@@ -10,6 +10,7 @@ from flexmarl.core.advantages import AdvantageRule
 from flexmarl.core.batch import BatchRules
 from flexmarl.core.closure import ClosureRules
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.run import RunRules
 from flexmarl.core.training import TrainingRules
@@ -34,7 +35,7 @@ def parse_config(config_json: bytes) -> RunConfig:
         ) from None
 
 
-def rules_of(config: RunConfig, *, trainers: Sequence[str]) -> RunRules:
+def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 0) -> RunRules:
     """What the core needs of a configuration."""
     batch, advantage = config.batch, config.advantage
     return RunRules(
@@ -73,4 +74,10 @@ def rules_of(config: RunConfig, *, trainers: Sequence[str]) -> RunRules:
             colocated=config.pipeline.colocated,
         ),
         trainers=tuple(trainers),
+        evaluation=EvaluationRules(
+            every=config.evaluation.every if num_held_out else 0,
+            num_queries=num_held_out,
+            greedy=config.evaluation.greedy,
+            num_sampled=config.evaluation.samples,
+        ),
     )

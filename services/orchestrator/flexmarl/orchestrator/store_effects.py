@@ -11,6 +11,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import DeadlineError
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.ids import is_evaluation
 from flexmarl.core.run_effects import (
     AdmitGroups,
     CloseGroup,
@@ -204,6 +205,12 @@ class StoreEffects:
             if rows is not None and meta.kind == common_pb2.VERTEX_KIND_AGENT:
                 rows.append(row_of(meta, shard=shard))
 
+    def _num_samples(self, group_id: str) -> int:
+        config = self._context.config
+        if is_evaluation(group_id):
+            return config.evaluation.samples + config.evaluation.greedy
+        return config.batch.samples_per_group
+
     def _group(self, batch: int, spec: GroupSpec, now_ns: int) -> graph_pb2.Group:
         context = self._context
         return graph_pb2.Group(
@@ -211,8 +218,8 @@ class StoreEffects:
             batch=batch,
             ordinal=spec.ordinal,
             query_index=spec.query_index,
-            query_json=context.dataset.queries[spec.query_index],
-            num_samples=context.config.batch.samples_per_group,
+            query_json=context.query_at(spec.group_id, spec.query_index),
+            num_samples=self._num_samples(spec.group_id),
             status=common_pb2.GROUP_STATUS_OPEN,
             replaces_group_id=spec.replaces,
             opened_unix_ns=now_ns,

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running, parse_cluster
-from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.commands.runs import status_name
+from flexmarl.cli.connect import addresses_of_running
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.output import print_json, print_line
 from flexmarl.client.errors import NotFoundError, UnavailableError
@@ -26,28 +25,13 @@ def why(run_id: str, *, data_dir: Path, cluster: Sequence[str], as_json: bool) -
     Raises:
         CliError: No cluster runs, its orchestrator does not answer, or it does not drive the run.
     """
-    addresses = _addresses(data_dir, list(cluster))
+    addresses = addresses_of_running(data_dir, list(cluster))
     progress = asyncio.run(_read(run_id, addresses.orchestrator))
     if as_json:
         print_json(_as_json(progress))
     else:
         _print(progress)
     return 0
-
-
-def _addresses(data_dir: Path, cluster: list[str]) -> Addresses:
-    if cluster:
-        addresses = parse_cluster(cluster)
-        if not addresses.orchestrator:
-            raise CliError("--cluster: name the orchestrator too: --cluster orchestrator=HOST:PORT")
-        return addresses
-    running = find_running(ClusterFolder(data_dir.resolve()))
-    if running is None:
-        raise CliError(
-            f"{data_dir.resolve()}: no cluster runs there, so no run goes on there; "
-            "go on with: flexmarl resume RUN"
-        )
-    return addresses_of(running)
 
 
 async def _read(run_id: str, address: str) -> orchestrator_pb2.RunProgress:

@@ -1,4 +1,4 @@
-"""Is the dataset one that a run can sample from?
+"""The queries of a run: where they are read from, and whether a run can sample from them.
 
 Every row is looked at: a missing column in row 90,000 would otherwise end the run hours later.
 """
@@ -6,80 +6,80 @@ Every row is looked at: a missing column in row 90,000 would otherwise end the r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from flexmarl.cli.errors import CliError
+from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
 from flexmarl.runtime.run_config import RunConfig
 
-_PARQUET_MAGIC: Final = b"PAR1"
+_SAVED: Final = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
-def check_dataset(config: RunConfig) -> int:
-    """Returns the number of rows that the run uses.
+def check_dataset(config: RunConfig) -> Queries:
+    """Returns the queries that the run uses.
 
     Raises:
-        CliError: The file is missing, broken, empty, smaller than a batch, or lacks a column.
+        CliError: There is no such file or folder, or it cannot be read.
+        DomainError: DATASET_INVALID: broken, too small, a missing column, an overlap.
     """
-    dataset = config.dataset
-    path = dataset.path
+    dataset = QueryFile(name=str(config.dataset.path), content=dataset_content(config))
+    held_out = held_out_content(config)
+    if held_out is None:
+        return read_queries(config, dataset)
+    name = str(config.evaluation.path or config.dataset.path)
+    return read_queries(config, dataset, QueryFile(name=name, content=held_out))
+
+
+def dataset_content(config: RunConfig) -> bytes:
+    """The dataset as it is stored with the run: the file, or a split of a folder as JSONL.
+
+    Raises:
+        CliError: See `check_dataset`.
+    """
+    return _content(config.dataset.path, config.dataset.split, key="dataset")
+
+
+def held_out_content(config: RunConfig) -> bytes | None:
+    """The same of the evaluation; None where it has no queries of its own.
+
+    Raises:
+        CliError: See `check_dataset`.
+    """
+    evaluation = config.evaluation
+    if not evaluation.every or evaluation.fraction is not None:
+        return None
+    path = evaluation.path or config.dataset.path
+    return _content(path, evaluation.split or config.dataset.split, key="evaluation")
+
+
+def _content(path: Path, split: str, *, key: str) -> bytes:
+    if path.is_dir():
+        return _folder_content(path, split, key=key)
     if not path.is_file():
-        raise CliError(f"dataset.path: no file {path}")
-    count = 0
-    for place, row in _rows(path):
-        missing = [name for name in dataset.columns if name not in row]
-        if missing:
-            has = ", ".join(sorted(row)) or "none"
-            raise CliError(
-                f"dataset.columns: {path}, {place}: no column {missing[0]!r}; it has: {has}"
-            )
-        count += 1
-        if dataset.limit is not None and count >= dataset.limit:
-            break
-    if count == 0:
-        raise CliError(f"dataset.path: {path} has no rows")
-    if count < config.batch.groups:
-        limit = "" if dataset.limit is None else f" (dataset.limit = {dataset.limit})"
-        raise CliError(
-            f"batch.groups = {config.batch.groups}, but {path} has only {count} rows{limit}; "
-            "give more rows or lower batch.groups"
-        )
-    return count
+        raise CliError(f"{key}.path: no file {path}")
+    return path.read_bytes()
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        is_parquet = file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-    return _parquet_rows(path) if is_parquet else _jsonl_rows(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise CliError(f"dataset.path: {path}, line {number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise CliError(f"dataset.path: {path}, line {number}: not a JSON object")
-            yield f"line {number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _folder_content(path: Path, split: str, *, key: str) -> bytes:
     try:
-        import pyarrow.parquet as parquet
+        import datasets
     except ImportError:
         raise CliError(
-            f"dataset.path: {path}: Parquet needs pyarrow; install flexmarl[train]"
+            f"{key}.path: {path} is a folder, which Hugging Face datasets reads: pip install "
+            "datasets, or name a JSONL or Parquet file"
         ) from None
     try:
-        file = parquet.ParquetFile(path)
+        if any((path / name).is_file() for name in _SAVED):
+            loaded: Any = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path))
     except (OSError, ValueError) as error:
-        raise CliError(f"dataset.path: {path}: not a Parquet file: {error}") from None
-    # The schema holds for every row, so names are enough.
-    row = dict.fromkeys(file.schema_arrow.names)
-    for number in range(1, file.metadata.num_rows + 1):
-        yield f"row {number}", row
+        raise CliError(f"{key}.path: {path}: datasets cannot read it: {error}") from None
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            known = ", ".join(sorted(loaded)) or "none"
+            raise CliError(f"{key}.split: {path} has no split {split!r}; it has: {known}")
+        loaded = loaded[split]
+    # Values that JSON cannot hold are told with their row by whoever reads the lines.
+    return b"".join(json.dumps(row, default=repr).encode() + b"\n" for row in loaded)

@@ -11,6 +11,7 @@ from flexmarl.cli.preflight.dataset import check_dataset
 from flexmarl.cli.preflight.models import check_models
 from flexmarl.cli.preflight.prompts import check_prompts
 from flexmarl.cli.preflight.workflow import check_workflow
+from flexmarl.cli.progress.trackers import check_trackers
 from flexmarl.runtime.config import load_config
 from flexmarl.runtime.run_config import RunConfig
 
@@ -38,4 +39,5 @@ def check_run(config: RunConfig, *, max_engines: int = 0) -> None:
     check_capacity(config, max_engines=max_engines)
     check_models(config)
     check_dataset(config)
+    check_trackers(config)
     check_workflow(config)

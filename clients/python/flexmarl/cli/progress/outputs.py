@@ -9,7 +9,8 @@ from typing import IO
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.errors import CliError
-from flexmarl.cli.progress.report import AGENT_PREFIX, VersionNumbers
+from flexmarl.cli.progress.report import AGENT_PREFIX, EVALUATION_PREFIX, VersionNumbers
+from flexmarl.cli.progress.trackers import Tracker, open_trackers
 from flexmarl.runtime.run_config import RunConfig
 
 
@@ -30,6 +31,7 @@ class RunOutputs:
         self.history: list[VersionNumbers] = []
         self._metrics: IO[str] | None = None
         self._config: RunConfig | None = None
+        self._trackers: list[Tracker] = []
 
     @property
     def metrics_file(self) -> Path:
@@ -62,6 +64,8 @@ class RunOutputs:
         metrics = self._metrics or self._begin()
         metrics.write(json.dumps(numbers.to_json()) + "\n")
         metrics.flush()
+        for tracker in self._trackers:
+            tracker.add(numbers)
 
     def _begin(self) -> IO[str]:
         assert self._config is not None, "open comes first"
@@ -69,6 +73,7 @@ class RunOutputs:
         text = json.dumps(self._config.model_dump(mode="json"), indent=2)
         self.config_file.write_text(text + "\n", encoding="utf-8")
         self._metrics = self.metrics_file.open("w", encoding="utf-8")
+        self._trackers = open_trackers(self._config, run_id=self.folder.name, folder=self.folder)
         return self._metrics
 
     def close(self) -> None:
@@ -76,6 +81,9 @@ class RunOutputs:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
 
     def plot(self) -> Path | None:
         """Draw the rewards; None without matplotlib or without versions."""
@@ -111,13 +119,14 @@ def check_new(folder: Path) -> None:
 
 def summary(history: Sequence[VersionNumbers]) -> list[str]:
     """What came out, in lines."""
-    if not history:
+    trained = [item for item in history if item.is_trained]
+    if not trained:
         return ["no version was finished"]
-    first, last = history[0], history[-5:]
+    first, last = trained[0], trained[-5:]
     lines = []
     for label, key in [
         ("team", "team_reward"),
-        *((name, AGENT_PREFIX + name) for name in history[-1].under(AGENT_PREFIX)),
+        *((name, AGENT_PREFIX + name) for name in trained[-1].under(AGENT_PREFIX)),
     ]:
         values = [item.metrics[key] for item in last if key in item.metrics]
         if values:
@@ -126,7 +135,23 @@ def summary(history: Sequence[VersionNumbers]) -> list[str]:
                 f"reward {label}: {start:.3f} at version {first.version}, "
                 f"{sum(values) / len(values):.3f} over the last {len(values)}"
             )
+    lines.extend(_evaluations(history))
     consumed = sum(sum(item.consumed.values()) for item in history)
     voided = sum(item.num_voided for item in history)
     lines.append(f"rows: {consumed} trained on, {voided} void")
+    return lines
+
+
+def _evaluations(history: Sequence[VersionNumbers]) -> list[str]:
+    evaluated = [item for item in history if item.under(EVALUATION_PREFIX)]
+    lines = []
+    for name in ("greedy/team_reward", "sampled/team_reward"):
+        found = [(i.version, i.under(EVALUATION_PREFIX).get(name)) for i in evaluated]
+        values = [(version, value) for version, value in found if value is not None]
+        if values:
+            (before, start), (after, end) = values[0], values[-1]
+            lines.append(
+                f"evaluation {name.replace('/team_reward', '')}: {start:.3f} at version {before}, "
+                f"{end:.3f} at version {after}"
+            )
     return lines

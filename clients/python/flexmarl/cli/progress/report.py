@@ -12,6 +12,7 @@ AGENT_PREFIX = "reward/"
 STEP_PREFIX = "step/"
 UTILISATION_PREFIX = "utilisation/"
 TOKENS_PREFIX = "tokens_per_s/"
+EVALUATION_PREFIX = "eval/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class VersionNumbers:
     def team_reward(self) -> float | None:
         """Mean team reward of the batch."""
         return self.metrics.get("team_reward")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a batch was trained on; the last version may be evaluated only."""
+        return self.committed_unix_ns > 0
 
     @property
     def step_s(self) -> float | None:
@@ -74,6 +80,12 @@ class VersionNumbers:
             for name, value in sorted(self.metrics.items())
             if name.startswith(prefix)
         }
+
+    def scalars(self) -> dict[str, float]:
+        """All numbers by name, as trackers take them."""
+        found = self.to_json().items()
+        counts = {k: float(v) for k, v in found if isinstance(v, int | float)}
+        return {k: v for k, v in counts.items() if k not in ("version", "committed_unix_ns")}
 
     def to_json(self) -> dict[str, object]:
         """One object of `metrics.jsonl`."""

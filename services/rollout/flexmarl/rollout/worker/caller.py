@@ -141,7 +141,7 @@ class Caller:
         simulated: Simulated | None,
     ) -> Output:
         self.check_open("a call was awaited")
-        input_hash = agent_input_hash(agent, prompt, simulated)
+        input_hash = agent_input_hash(agent, prompt, simulated, greedy=self.spec.greedy)
         vertex_id = f"{self.spec.sample_id}/{path}"
         stored = self._replayed(path, input_hash)
         if stored is not None:
@@ -151,7 +151,11 @@ class Caller:
             finish_reason = stored.meta.finish_reason
         else:
             sampling = sampling_params(
-                agent, root_seed=self.spec.seed, path=path, simulated=simulated
+                agent,
+                root_seed=self.spec.seed,
+                path=path,
+                simulated=simulated,
+                greedy=self.spec.greedy,
             )
             answer = await self._ask(agent, path, vertex_id, input_hash, prompt, upstream, sampling)
             if answer.HasField("failure"):

@@ -58,11 +58,14 @@ def upstream_ids(
     return list(ids)
 
 
-def agent_input_hash(agent: Agent, prompt: list[int], simulated: Simulated | None) -> bytes:
+def agent_input_hash(
+    agent: Agent, prompt: list[int], simulated: Simulated | None, *, greedy: bool = False
+) -> bytes:
     """Hash of agent, prompt and sampling; not of the seed, which follows from the path."""
+    temperature = 0.0 if greedy else agent.temperature
     name = agent.name.encode()
     sampling = repr(
-        (agent.config.max_tokens, agent.temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
+        (agent.config.max_tokens, temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
     ).encode()
     digest = hashlib.sha256(b"agent")
     parts = [name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)]
@@ -84,12 +87,17 @@ def tool_input_hash(name: str, arguments: bytes) -> bytes:
 
 
 def sampling_params(
-    agent: Agent, *, root_seed: int, path: str, simulated: Simulated | None
+    agent: Agent,
+    *,
+    root_seed: int,
+    path: str,
+    simulated: Simulated | None,
+    greedy: bool = False,
 ) -> SamplingParams:
     """How the tokens of a call are drawn."""
     params = SamplingParams(
         max_tokens=agent.config.max_tokens,
-        temperature=agent.temperature,
+        temperature=0.0 if greedy else agent.temperature,
         top_p=agent.top_p,
         top_k=agent.top_k,
         stop_token_ids=agent.stop_token_ids,

@@ -94,6 +94,7 @@ class Run(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_NS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    EVALUATION_DATASET_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run, chosen by the client: letters, digits, "-", "_", at most 64."""
     config_json: _builtins.bytes
@@ -128,6 +129,10 @@ class Run(_message.Message):
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Column]:
         """Data columns beyond the built-in ones, declared when the run is created."""
 
+    @_builtins.property
+    def evaluation_dataset(self) -> _common_pb2.ObjectRef:
+        """Held-out queries, where they are no part of the dataset file; set by the client."""
+
     def __init__(
         self,
         *,
@@ -142,10 +147,11 @@ class Run(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         created_unix_ns: _builtins.int = ...,
         columns: _abc.Iterable[Global___Column] | None = ...,
+        evaluation_dataset: _common_pb2.ObjectRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "failure", b"failure", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "failure", b"failure", "models", b"models", "run_id", b"run_id", "shards", b"shards", "status", b"status", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "models", b"models", "run_id", b"run_id", "shards", b"shards", "status", b"status", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -939,6 +939,7 @@ class ListSamplesRequest(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     batch: _builtins.int
@@ -949,6 +950,8 @@ class ListSamplesRequest(_message.Message):
     """At most this many; 0 means 1000."""
     page_token: _builtins.str
     """Token of the last page's answer, bound to the filter."""
+    evaluation: _builtins.bool
+    """With `batch`: samples of the evaluation of that version instead."""
     def __init__(
         self,
         *,
@@ -957,10 +960,11 @@ class ListSamplesRequest(_message.Message):
         group_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        evaluation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch", "group_id", b"group_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch", "evaluation", b"evaluation", "group_id", b"group_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
     _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015

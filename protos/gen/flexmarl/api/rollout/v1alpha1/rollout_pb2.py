@@ -27,7 +27,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as flexmarl_dot_api_dot_me
 from flexmarl.api.rollout.v1alpha1 import engine_pb2 as flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+flexmarl/api/rollout/v1alpha1/rollout.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\"~\n\x0eOpenRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12:\n\x06shards\x18\x04 \x03(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\"&\n\x0fOpenRunResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"C\n\x0f\x43loseRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\"\x12\n\x10\x43loseRunResponse\"\xca\x01\n\nSampleSpec\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x04\x12\x15\n\rbatch_attempt\x18\x04 \x01(\r\x12\x0f\n\x07ordinal\x18\x05 \x01(\r\x12\x16\n\x0esample_attempt\x18\x06 \x01(\r\x12\x15\n\rgroup_ordinal\x18\x07 \x01(\r\x12\x12\n\nquery_json\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04seed\x18\n \x01(\x04\"\x83\x01\n\x13StartSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12:\n\x07samples\x18\x04 \x03(\x0b\x32).flexmarl.api.rollout.v1alpha1.SampleSpec\"+\n\x14StartSamplesResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\\\n\x14\x43\x61ncelSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x12\n\nsample_ids\x18\x04 \x03(\t\"\x17\n\x15\x43\x61ncelSamplesResponse\"\x92\x02\n\x15PrepareWeightsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12T\n\x08policies\x18\x05 \x03(\x0b\x32\x42.flexmarl.api.rollout.v1alpha1.PrepareWeightsRequest.PoliciesEntry\x1a`\n\rPoliciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12>\n\x05value\x18\x02 \x01(\x0b\x32/.flexmarl.api.meg_store.v1alpha1.PolicyManifest:\x02\x38\x01\"\x18\n\x16PrepareWeightsResponse\"\x87\x01\n\x16\x41\x63tivateVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12;\n\x08manifest\x18\x04 \x01(\x0b\x32).flexmarl.api.meg_store.v1alpha1.Manifest\"\x19\n\x17\x41\x63tivateVersionResponse\"\"\n\x10GetStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"Q\n\x11GetStatusResponse\x12<\n\x06status\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.RolloutStatus\"9\n\x12WatchStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"S\n\x13WatchStatusResponse\x12<\n\x06status\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.RolloutStatus\"\x9a\x04\n\rRolloutStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x18\n\x10num_open_samples\x18\x04 \x01(\r\x12H\n\x06queues\x18\x05 \x03(\x0b\x32\x38.flexmarl.api.rollout.v1alpha1.RolloutStatus.QueuesEntry\x12@\n\tinstances\x18\x06 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12L\n\x08\x63ounters\x18\x07 \x03(\x0b\x32:.flexmarl.api.rollout.v1alpha1.RolloutStatus.CountersEntry\x12\r\n\x05waits\x18\x08 \x03(\t\x12\x0f\n\x07unix_ns\x18\t \x01(\x03\x12\x34\n\x05\x66\x61tal\x18\n \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x1aY\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x39\n\x05value\x18\x02 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.QueueStatus:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\x0bQueueStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r2\xd3\x08\n\x0eRolloutService\x12h\n\x07OpenRun\x12-.flexmarl.api.rollout.v1alpha1.OpenRunRequest\x1a..flexmarl.api.rollout.v1alpha1.OpenRunResponse\x12k\n\x08\x43loseRun\x12..flexmarl.api.rollout.v1alpha1.CloseRunRequest\x1a/.flexmarl.api.rollout.v1alpha1.CloseRunResponse\x12w\n\x0cStartSamples\x12\x32.flexmarl.api.rollout.v1alpha1.StartSamplesRequest\x1a\x33.flexmarl.api.rollout.v1alpha1.StartSamplesResponse\x12z\n\rCancelSamples\x12\x33.flexmarl.api.rollout.v1alpha1.CancelSamplesRequest\x1a\x34.flexmarl.api.rollout.v1alpha1.CancelSamplesResponse\x12}\n\x0ePrepareWeights\x12\x34.flexmarl.api.rollout.v1alpha1.PrepareWeightsRequest\x1a\x35.flexmarl.api.rollout.v1alpha1.PrepareWeightsResponse\x12\x80\x01\n\x0f\x41\x63tivateVersion\x12\x35.flexmarl.api.rollout.v1alpha1.ActivateVersionRequest\x1a\x36.flexmarl.api.rollout.v1alpha1.ActivateVersionResponse\x12n\n\tGetStatus\x12/.flexmarl.api.rollout.v1alpha1.GetStatusRequest\x1a\x30.flexmarl.api.rollout.v1alpha1.GetStatusResponse\x12v\n\x0bWatchStatus\x12\x31.flexmarl.api.rollout.v1alpha1.WatchStatusRequest\x1a\x32.flexmarl.api.rollout.v1alpha1.WatchStatusResponse0\x01\x12\x8a\x01\n\x11\x43onnectEngineHost\x12\x37.flexmarl.api.rollout.v1alpha1.ConnectEngineHostRequest\x1a\x38.flexmarl.api.rollout.v1alpha1.ConnectEngineHostResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+flexmarl/api/rollout/v1alpha1/rollout.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\"~\n\x0eOpenRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12:\n\x06shards\x18\x04 \x03(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\"&\n\x0fOpenRunResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"C\n\x0f\x43loseRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\"\x12\n\x10\x43loseRunResponse\"\xee\x01\n\nSampleSpec\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x04\x12\x15\n\rbatch_attempt\x18\x04 \x01(\r\x12\x0f\n\x07ordinal\x18\x05 \x01(\r\x12\x16\n\x0esample_attempt\x18\x06 \x01(\r\x12\x15\n\rgroup_ordinal\x18\x07 \x01(\r\x12\x12\n\nquery_json\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x12\n\nevaluation\x18\x0b \x01(\x08\x12\x0e\n\x06greedy\x18\x0c \x01(\x08\"\x83\x01\n\x13StartSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12:\n\x07samples\x18\x04 \x03(\x0b\x32).flexmarl.api.rollout.v1alpha1.SampleSpec\"+\n\x14StartSamplesResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\\\n\x14\x43\x61ncelSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x12\n\nsample_ids\x18\x04 \x03(\t\"\x17\n\x15\x43\x61ncelSamplesResponse\"\x92\x02\n\x15PrepareWeightsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12T\n\x08policies\x18\x05 \x03(\x0b\x32\x42.flexmarl.api.rollout.v1alpha1.PrepareWeightsRequest.PoliciesEntry\x1a`\n\rPoliciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12>\n\x05value\x18\x02 \x01(\x0b\x32/.flexmarl.api.meg_store.v1alpha1.PolicyManifest:\x02\x38\x01\"\x18\n\x16PrepareWeightsResponse\"\x87\x01\n\x16\x41\x63tivateVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12;\n\x08manifest\x18\x04 \x01(\x0b\x32).flexmarl.api.meg_store.v1alpha1.Manifest\"\x19\n\x17\x41\x63tivateVersionResponse\"\"\n\x10GetStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"Q\n\x11GetStatusResponse\x12<\n\x06status\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.RolloutStatus\"9\n\x12WatchStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"S\n\x13WatchStatusResponse\x12<\n\x06status\x18\x01 \x01(\x0b\x32,.flexmarl.api.rollout.v1alpha1.RolloutStatus\"\x9a\x04\n\rRolloutStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x18\n\x10num_open_samples\x18\x04 \x01(\r\x12H\n\x06queues\x18\x05 \x03(\x0b\x32\x38.flexmarl.api.rollout.v1alpha1.RolloutStatus.QueuesEntry\x12@\n\tinstances\x18\x06 \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12L\n\x08\x63ounters\x18\x07 \x03(\x0b\x32:.flexmarl.api.rollout.v1alpha1.RolloutStatus.CountersEntry\x12\r\n\x05waits\x18\x08 \x03(\t\x12\x0f\n\x07unix_ns\x18\t \x01(\x03\x12\x34\n\x05\x66\x61tal\x18\n \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x1aY\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x39\n\x05value\x18\x02 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.QueueStatus:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\x0bQueueStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r2\xd3\x08\n\x0eRolloutService\x12h\n\x07OpenRun\x12-.flexmarl.api.rollout.v1alpha1.OpenRunRequest\x1a..flexmarl.api.rollout.v1alpha1.OpenRunResponse\x12k\n\x08\x43loseRun\x12..flexmarl.api.rollout.v1alpha1.CloseRunRequest\x1a/.flexmarl.api.rollout.v1alpha1.CloseRunResponse\x12w\n\x0cStartSamples\x12\x32.flexmarl.api.rollout.v1alpha1.StartSamplesRequest\x1a\x33.flexmarl.api.rollout.v1alpha1.StartSamplesResponse\x12z\n\rCancelSamples\x12\x33.flexmarl.api.rollout.v1alpha1.CancelSamplesRequest\x1a\x34.flexmarl.api.rollout.v1alpha1.CancelSamplesResponse\x12}\n\x0ePrepareWeights\x12\x34.flexmarl.api.rollout.v1alpha1.PrepareWeightsRequest\x1a\x35.flexmarl.api.rollout.v1alpha1.PrepareWeightsResponse\x12\x80\x01\n\x0f\x41\x63tivateVersion\x12\x35.flexmarl.api.rollout.v1alpha1.ActivateVersionRequest\x1a\x36.flexmarl.api.rollout.v1alpha1.ActivateVersionResponse\x12n\n\tGetStatus\x12/.flexmarl.api.rollout.v1alpha1.GetStatusRequest\x1a\x30.flexmarl.api.rollout.v1alpha1.GetStatusResponse\x12v\n\x0bWatchStatus\x12\x31.flexmarl.api.rollout.v1alpha1.WatchStatusRequest\x1a\x32.flexmarl.api.rollout.v1alpha1.WatchStatusResponse0\x01\x12\x8a\x01\n\x11\x43onnectEngineHost\x12\x37.flexmarl.api.rollout.v1alpha1.ConnectEngineHostRequest\x1a\x38.flexmarl.api.rollout.v1alpha1.ConnectEngineHostResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,41 +49,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSERUNRESPONSE']._serialized_start=447
   _globals['_CLOSERUNRESPONSE']._serialized_end=465
   _globals['_SAMPLESPEC']._serialized_start=468
-  _globals['_SAMPLESPEC']._serialized_end=670
-  _globals['_STARTSAMPLESREQUEST']._serialized_start=673
-  _globals['_STARTSAMPLESREQUEST']._serialized_end=804
-  _globals['_STARTSAMPLESRESPONSE']._serialized_start=806
-  _globals['_STARTSAMPLESRESPONSE']._serialized_end=849
-  _globals['_CANCELSAMPLESREQUEST']._serialized_start=851
-  _globals['_CANCELSAMPLESREQUEST']._serialized_end=943
-  _globals['_CANCELSAMPLESRESPONSE']._serialized_start=945
-  _globals['_CANCELSAMPLESRESPONSE']._serialized_end=968
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=971
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=1245
-  _globals['_PREPAREWEIGHTSREQUEST_POLICIESENTRY']._serialized_start=1149
-  _globals['_PREPAREWEIGHTSREQUEST_POLICIESENTRY']._serialized_end=1245
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=1247
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=1271
-  _globals['_ACTIVATEVERSIONREQUEST']._serialized_start=1274
-  _globals['_ACTIVATEVERSIONREQUEST']._serialized_end=1409
-  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_start=1411
-  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_end=1436
-  _globals['_GETSTATUSREQUEST']._serialized_start=1438
-  _globals['_GETSTATUSREQUEST']._serialized_end=1472
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1474
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1555
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=1557
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=1614
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1616
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=1699
-  _globals['_ROLLOUTSTATUS']._serialized_start=1702
-  _globals['_ROLLOUTSTATUS']._serialized_end=2240
-  _globals['_ROLLOUTSTATUS_QUEUESENTRY']._serialized_start=2102
-  _globals['_ROLLOUTSTATUS_QUEUESENTRY']._serialized_end=2191
-  _globals['_ROLLOUTSTATUS_COUNTERSENTRY']._serialized_start=2193
-  _globals['_ROLLOUTSTATUS_COUNTERSENTRY']._serialized_end=2240
-  _globals['_QUEUESTATUS']._serialized_start=2242
-  _globals['_QUEUESTATUS']._serialized_end=2297
-  _globals['_ROLLOUTSERVICE']._serialized_start=2300
-  _globals['_ROLLOUTSERVICE']._serialized_end=3407
+  _globals['_SAMPLESPEC']._serialized_end=706
+  _globals['_STARTSAMPLESREQUEST']._serialized_start=709
+  _globals['_STARTSAMPLESREQUEST']._serialized_end=840
+  _globals['_STARTSAMPLESRESPONSE']._serialized_start=842
+  _globals['_STARTSAMPLESRESPONSE']._serialized_end=885
+  _globals['_CANCELSAMPLESREQUEST']._serialized_start=887
+  _globals['_CANCELSAMPLESREQUEST']._serialized_end=979
+  _globals['_CANCELSAMPLESRESPONSE']._serialized_start=981
+  _globals['_CANCELSAMPLESRESPONSE']._serialized_end=1004
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=1007
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=1281
+  _globals['_PREPAREWEIGHTSREQUEST_POLICIESENTRY']._serialized_start=1185
+  _globals['_PREPAREWEIGHTSREQUEST_POLICIESENTRY']._serialized_end=1281
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=1283
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=1307
+  _globals['_ACTIVATEVERSIONREQUEST']._serialized_start=1310
+  _globals['_ACTIVATEVERSIONREQUEST']._serialized_end=1445
+  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_start=1447
+  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_end=1472
+  _globals['_GETSTATUSREQUEST']._serialized_start=1474
+  _globals['_GETSTATUSREQUEST']._serialized_end=1508
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1510
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1591
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=1593
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=1650
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1652
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=1735
+  _globals['_ROLLOUTSTATUS']._serialized_start=1738
+  _globals['_ROLLOUTSTATUS']._serialized_end=2276
+  _globals['_ROLLOUTSTATUS_QUEUESENTRY']._serialized_start=2138
+  _globals['_ROLLOUTSTATUS_QUEUESENTRY']._serialized_end=2227
+  _globals['_ROLLOUTSTATUS_COUNTERSENTRY']._serialized_start=2229
+  _globals['_ROLLOUTSTATUS_COUNTERSENTRY']._serialized_end=2276
+  _globals['_QUEUESTATUS']._serialized_start=2278
+  _globals['_QUEUESTATUS']._serialized_end=2333
+  _globals['_ROLLOUTSERVICE']._serialized_start=2336
+  _globals['_ROLLOUTSERVICE']._serialized_end=3443
 # @@protoc_insertion_point(module_scope)

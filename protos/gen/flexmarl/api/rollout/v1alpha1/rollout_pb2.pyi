@@ -142,6 +142,8 @@ class SampleSpec(_message.Message):
     QUERY_JSON_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    GREEDY_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Id, see core.ids."""
     group_id: _builtins.str
@@ -162,6 +164,10 @@ class SampleSpec(_message.Message):
     """Version that its requests are sent under; with staleness 0 equal to batch."""
     seed: _builtins.int
     """Root seed of the sample, derived without attempts (core.seeds)."""
+    evaluation: _builtins.bool
+    """Whether it belongs to an evaluation: its rows are not trainable. Set by the orchestrator."""
+    greedy: _builtins.bool
+    """Whether its calls draw the most likely token each; only in an evaluation."""
     def __init__(
         self,
         *,
@@ -175,10 +181,12 @@ class SampleSpec(_message.Message):
         query_json: _builtins.bytes = ...,
         version: _builtins.int = ...,
         seed: _builtins.int = ...,
+        evaluation: _builtins.bool = ...,
+        greedy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "group_id", b"group_id", "group_ordinal", b"group_ordinal", "ordinal", b"ordinal", "query_json", b"query_json", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "evaluation", b"evaluation", "greedy", b"greedy", "group_id", b"group_id", "group_ordinal", b"group_ordinal", "ordinal", b"ordinal", "query_json", b"query_json", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "seed", b"seed", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
