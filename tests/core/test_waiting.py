@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 from core.run_simulation import World
+from core.test_run import AGENTS, rules
 from core.test_run_ends import FAILED, until, world
 
+from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.run_effects import Bind, Compute, StartSamples
 from flexmarl.core.run_events import EffectFailed
 from flexmarl.core.states import RunStatus
@@ -72,6 +75,23 @@ def test_open_samples_say_since_when_none_ended() -> None:
     (samples,) = [w for w in waits(run, later_s=5.0) if "open sample" in w.what]
     assert samples.for_s >= 5.0
     assert "workflow.sample_timeout_s = 63" in samples.ends
+
+
+def test_an_evaluation_is_waited_for_like_a_batch() -> None:
+    run = World(
+        rules(evaluation=EvaluationRules(every=1, num_queries=1)),
+        Random(4),
+        trouble=0.0,
+        num_slots=2,
+        agents=AGENTS,
+    )
+    seen: set[tuple[bool, bool]] = set()
+    while run.ended is None:
+        for wait in waits(run, engine()):
+            if "open sample" in wait.what or "evaluation of version" in wait.what:
+                seen.add(("of batch" in wait.what, "evaluation of version" in wait.what))
+        run.step()
+    assert {(True, True), (False, True)} <= seen
 
 
 def test_every_effect_says_what_ends_it_and_since_when_it_runs() -> None:

@@ -219,11 +219,10 @@ class RunCore:
                 self._effect_failed(effect, failure, now)
             case SampleChanged(sample):
                 self._sample_heard_at = now
-                if sample.sample_id.group.batch.evaluation:
-                    if self.evaluation is not None:
-                        self.evaluation.sample_changed(sample)
-                elif self.batch is not None:
-                    self.batch.sample_changed(sample)
+                is_evaluated = sample.sample_id.group.batch.evaluation
+                concerned = self.evaluation if is_evaluated else self.batch
+                if concerned is not None:
+                    concerned.sample_changed(sample)
             case RolloutLost():
                 self._rollout = _Rollout(epoch=self._rollout.epoch + 1)
             case TrainerLost(trainer):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flexmarl.cli.errors import CliError
+from flexmarl.core.errors import DomainError
 from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
 from flexmarl.runtime.run_config import RunConfig
 
@@ -20,9 +21,16 @@ def check_dataset(config: RunConfig) -> Queries:
     """Returns the queries that the run uses.
 
     Raises:
-        CliError: There is no such file or folder, or it cannot be read.
-        DomainError: DATASET_INVALID: broken, too small, a missing column, an overlap.
+        CliError: There is no such file or folder, it cannot be read, or it is not what a run needs:
+            broken, too small, a missing column, an overlap.
     """
+    try:
+        return _read(config)
+    except DomainError as error:
+        raise CliError(error.message) from None
+
+
+def _read(config: RunConfig) -> Queries:
     dataset = QueryFile(name=str(config.dataset.path), content=dataset_content(config))
     held_out = held_out_content(config)
     if held_out is None:
