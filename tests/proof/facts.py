@@ -53,7 +53,7 @@ async def read_facts(store: StoreClient, run_id: str) -> Facts:
     for policy, entry in manifests[-1].policies.items():
         async with store.open_segment(run_id, entry.weights.key, holder="proof") as segment:
             for name, buffer in segment.buffers.items():
-                assert buffer.spec.dtype == "float64"
+                assert buffer.spec.dtype == "F64"
                 values = np.frombuffer(buffer.data, dtype=np.float64).copy()
                 facts.weights[policy, name] = values
     return facts
