@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peer_vectors import peer
 
 from flexmarl.core.advantages import AdvantageRule, FinishedSample, group_advantages
 from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import Rewards, Row
-
-VECTORS = Path(__file__).parents[3] / "shared" / "data" / "vectors.json"
 
 
 def row(sample: str, path: str = "0:0", agent: str = "solver") -> Row:
@@ -38,13 +35,6 @@ def of(result: Any) -> Mapping[str, float]:
 
 STD = AdvantageRule()
 PLAIN = AdvantageRule(normalize_std=False)
-
-
-def peer(name: str) -> dict[str, Any]:
-    if not VECTORS.exists():
-        pytest.skip(f"{VECTORS} is not there: numbers of verl cannot be compared")
-    vectors = json.loads(VECTORS.read_text())["vectors"]
-    return next(vector for vector in vectors if vector["name"] == name)
 
 
 @pytest.mark.parametrize("name", ["grpo_binary_3of8", "grpo_zero_variance"])

@@ -15,14 +15,19 @@ from flexmarl.core.training_rows import Rewards, Row, RunFailure, SampleFact
 RAISED = RunFailure(reason="WORKFLOW_RAISED", message="ValueError: no")
 
 
-def batch(num_groups: int = 1, samples: int = 2, **closure: Any) -> BatchGroups:
+PLAIN = AdvantageRule(normalize_std=False)
+
+
+def batch(
+    num_groups: int = 1, samples: int = 2, advantage: AdvantageRule = PLAIN, **closure: Any
+) -> BatchGroups:
     groups = BatchGroups(
         BatchId(0),
         BatchRules(
             num_groups=num_groups,
             samples_per_group=samples,
             closure=ClosureRules(**closure),
-            advantage=AdvantageRule(normalize_std=False),
+            advantage=advantage,
         ),
         query_at=lambda ordinal: 100 + ordinal,
         watch=FailureWatch(99),

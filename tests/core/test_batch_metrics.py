@@ -39,8 +39,20 @@ def test_trainer_numbers_are_weighted_and_taken_once() -> None:
     means.add("p", {"loss": 1.0, "bad": float("nan")}, weight=1.0)
     means.add("p", {"loss": 4.0}, weight=2.0)
     means.put("p", {"grad_norm": 0.5})
-    assert means.take() == {"train/p/loss": 3.0, "train/p/grad_norm": 0.5}
+    assert means.take() == {"p": {"loss": 3.0, "grad_norm": 0.5}}
     assert means.take() == {}
+
+
+def test_the_largest_is_not_averaged_and_seconds_and_counts_add_up() -> None:
+    means = TrainMeans()
+    for gap, forward in ((0.5, 1.0), (0.2, 2.0)):
+        means.add("p", {"logprob_gap_max": gap}, weight=1.0)
+        means.spend("p", {"forward": forward})
+    means.count("q", "non_finite")
+    assert means.take() == {
+        "p": {"logprob_gap_max": 0.5, "seconds/forward": 3.0},
+        "q": {"non_finite": 1.0},
+    }
 
 
 def test_rewards_and_tokens() -> None:

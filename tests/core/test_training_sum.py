@@ -4,7 +4,7 @@ import pytest
 
 from flexmarl.core.ledger import Counts, Ledger, Presence, check_apply
 from flexmarl.core.passes import plan_passes
-from flexmarl.core.schedules import warmed_up
+from flexmarl.core.schedules import Decay, RateSchedule
 
 
 def test_a_ledger_knows_what_was_added_and_what_was_dropped() -> None:
@@ -16,7 +16,7 @@ def test_a_ledger_knows_what_was_added_and_what_was_dropped() -> None:
     assert not Ledger(batch=3, dropped=("b",)).empty
     assert ledger.counts == Counts(num_rows=3, num_tokens=10)
     assert ledger.counts.denominator("token_mean") == 10.0
-    assert ledger.counts.denominator("seq_mean") == 3.0
+    assert ledger.counts.denominator("seq_mean_token_mean") == 3.0
     assert [ledger.presence(name) for name in "abcd"] == [
         Presence.ADDED,
         Presence.DROPPED,
@@ -59,8 +59,7 @@ def test_passes_cover_each_row_once_equally_often_per_rank(
     assert sorted(rows) == list(range(len(lengths)))
     for passes in plan:
         for chosen in passes:
-            padded = max((lengths[row] for row in chosen), default=0) * len(chosen)
-            assert padded <= max_tokens or len(chosen) == 1
+            assert sum(lengths[row] for row in chosen) <= max_tokens or len(chosen) == 1
 
 
 def test_ranks_get_about_equal_work() -> None:
@@ -71,6 +70,26 @@ def test_ranks_get_about_equal_work() -> None:
 
 
 def test_a_learning_rate_rises_with_updates() -> None:
-    rates = [warmed_up(1.0, num_updates=n, warmup_updates=4) for n in range(6)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert warmed_up(0.5, num_updates=0, warmup_updates=0) == 0.5
+    schedule = RateSchedule(peak=1.0, warmup_updates=4)
+    assert [schedule.at(n) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert RateSchedule(peak=0.5).at(0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [("linear", [0.5, 1.0, 0.8, 0.6, 0.6]), ("cosine", [0.5, 1.0, 0.8, 0.6, 0.6])],
+)
+def test_a_learning_rate_falls_to_its_last_share(decay: Decay, rates: list[float]) -> None:
+    schedule = RateSchedule(
+        peak=1.0, warmup_updates=2, decay=decay, total_updates=10, final_share=0.6
+    )
+    got = [schedule.at(n) for n in (0, 2, 6, 10, 99)]
+    assert got == pytest.approx(rates)
+    assert schedule.at(3) < 1.0
+    assert (schedule.at(3) > 1.0 - 0.4 / 8) is (decay == "cosine")
+
+
+def test_dr_grpo_divides_by_rows_times_the_configured_limit() -> None:
+    counts = Counts(num_rows=2, num_tokens=4)
+    assert counts.denominator("dr_grpo", response_limit=3) == 6.0
+    assert counts.denominator("seq_mean_token_sum", response_limit=3) == 2.0

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flexmarl.runtime.run_config import LossConfig, RunConfig, ScheduleConfig
+from flexmarl.runtime.algorithm_config import LossConfig, ScheduleConfig
+from flexmarl.runtime.run_config import RunConfig
 
 BASE = {
     "name": "t",

@@ -119,6 +119,7 @@ class Policy:
     seed: int = 3
     parameters: list[Any] = field(default_factory=list)
     prefix: str = "g"
+    package: str = ""
 
     async def bind(self, saved: rank_pb2.RankSaved | None = None) -> rank_pb2.RankBound:
         source: dict[str, Any] = (
@@ -137,6 +138,8 @@ class Policy:
                             store_host="127.0.0.1",
                             store_port=self.ranks.store_port,
                             group_prefix="" if len(self.members) == 1 else self.prefix,
+                            package_path=self.package,
+                            reference=rank_pb2.RankInitial(seed=self.seed),
                             **source,
                         )
                     ),

@@ -25,20 +25,69 @@ def build(model: Path, weights: dict[str, np.ndarray], dtype: torch.dtype):
     return lm
 
 
-def gradient(lm, rows: list[Row], *, aggregation: str, entropy: float) -> np.ndarray:
-    """Sum over rows of the unnormalised loss at ratio 1, row by row, no padding, no packing."""
+def gradient(
+    lm,
+    rows: list[Row],
+    *,
+    aggregation: str,
+    entropy: float = 0.0,
+    kind: str = "ppo_clip",
+    old: str = "proximal",
+    cap: float | None = None,
+    kl: float = 0.0,
+    first=None,
+) -> np.ndarray:
+    """Sum over rows of the unnormalised loss, row by row, no padding, no packing.
+
+    Args:
+        lm: Model.
+        rows: Rows.
+        aggregation: Weight of tokens.
+        entropy: Coefficient of the entropy bonus.
+        kind: Policy loss, with clips of 0.2 and 3.
+        old: Denominator of the ratio.
+        cap: Cap of the correction per token.
+        kl: Coefficient of k3 against `first`.
+        first: The model with its first weights.
+    """
     total = torch.zeros((), dtype=next(lm.parameters()).dtype)
     for row in rows:
-        tokens = torch.tensor([row.prompt + row.response])
-        start = len(row.prompt)
-        logits = lm(input_ids=tokens).logits[0, start - 1 : -1] / row.temperature
-        logp = torch.log_softmax(logits, -1)
-        chosen = logp[torch.arange(len(row.response)), torch.tensor(row.response)]
-        ratio = (chosen - chosen.detach()).exp()
-        per_token = -ratio * row.advantage + entropy * (logp.exp() * logp).sum(-1)
-        weight = 1.0 / len(row.response) if aggregation == "seq_mean" else 1.0
+        chosen, logp = _log_probs(lm, row)
+        behaviour = torch.tensor(row.logprobs, dtype=chosen.dtype)
+        base = behaviour if old == "behaviour" else chosen.detach()
+        per_token = _policy_loss(kind, chosen, chosen - base, row.advantage)
+        if cap is not None:
+            per_token = per_token * (chosen.detach() - behaviour).exp().clamp(max=cap)
+        per_token = per_token + entropy * (logp.exp() * logp).sum(-1)
+        if kl:
+            with torch.no_grad():
+                reference, _ = _log_probs(first, row)
+            gap = reference - chosen
+            per_token = per_token + kl * (gap.exp() - 1 - gap)
+        weight = 1.0 / len(row.response) if aggregation == "seq_mean_token_mean" else 1.0
         total = total + (per_token * weight).sum()
     lm.zero_grad()
     total.backward()
     named = sorted(lm.named_parameters())
     return np.concatenate([parameter.grad.numpy().ravel() for _, parameter in named])
+
+
+def _log_probs(lm, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.tensor([row.prompt + row.response])
+    logits = lm(input_ids=tokens).logits[0, len(row.prompt) - 1 : -1] / row.temperature
+    logp = torch.log_softmax(logits, -1)
+    return logp[torch.arange(len(row.response)), torch.tensor(row.response)], logp
+
+
+def _policy_loss(
+    kind: str, chosen: torch.Tensor, log_ratio: torch.Tensor, advantage: float
+) -> torch.Tensor:
+    if kind == "cispo":
+        return -log_ratio.exp().clamp(0.8, 1.2).detach() * advantage * chosen
+    if kind == "gspo":  # one ratio for the row, not per token as in the code
+        log_ratio = log_ratio.mean().expand(len(chosen))
+    ratio = log_ratio.exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    if kind == "dual_clip" and advantage < 0:
+        return loss.clamp(max=-3.0 * advantage)
+    return loss

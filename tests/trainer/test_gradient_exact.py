@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from trainer.harness import (
     write_model,
 )
 
-from flexmarl.trainer.rank.model import LOGITS_PER_CHUNK
+from flexmarl.core.ledger import Aggregation
+from flexmarl.runtime.algorithm_config import LOSS_KINDS
+from flexmarl.trainer.rank.scoring import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -34,7 +38,7 @@ SPLITS = {  # rows per micro-batch, and whether the last one comes first
 @pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
 @pytest.mark.parametrize(
     ("dtype", "aggregation"),
-    [("float64", "token_mean"), ("float64", "seq_mean"), ("float32", "token_mean")],
+    [("float64", "token_mean"), ("float64", "seq_mean_token_mean"), ("float32", "token_mean")],
 )
 async def test_sum_equals_one_pass_whatever_the_split(
     ranks: Ranks, tiny_model: Path, dtype: str, members: list[int], aggregation: str
@@ -62,6 +66,104 @@ async def test_sum_equals_one_pass_whatever_the_split(
         got = flat((await policy.export("gradients"))["gradients"])
         error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
         assert error <= TOLERANCE[dtype], (name, error)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+async def test_every_loss_under_every_aggregation_is_exact(
+    ranks: Ranks, tiny_model: Path, kind: str, aggregation: str
+) -> None:
+    """Random rows, ratios far from 1, a random split in a random order, a suspension in it."""
+    rng = np.random.default_rng(zlib.crc32(f"{kind} {aggregation}".encode()))
+    rows = make_rows(20, seed=int(rng.integers(1 << 30)))
+    members = [[0], [1, 0]][int(rng.integers(2))]
+    for dtype in ("float64", "float32"):
+        config = policy_config(
+            tiny_model,
+            loss={
+                "kind": kind,
+                "aggregation": aggregation,
+                "old": "behaviour",
+                "entropy": 0.1,
+                "response_limit": 6,
+            },
+            trainer={"compute_dtype": dtype, "max_tokens_per_pass": int(rng.integers(20, 80))},
+        )
+        policy = Policy(ranks, config, tiny_model, members)
+        await policy.bind()
+        state = await policy.export("master", "moments")
+        lm = reference.build(tiny_model, read(state["master"]), getattr(torch, dtype))
+        expected = reference.gradient(
+            lm, rows, aggregation=aggregation, entropy=0.1, kind=kind, old="behaviour"
+        )
+        order = rng.permutation(20)
+        cuts = np.sort(rng.choice(np.arange(1, 20), size=3, replace=False))
+        parts = np.split(order, cuts)
+        for number, part in enumerate(parts):
+            await policy.add([rows[index] for index in part], f"m{number}")
+            if number == 1:
+                gradients = (await policy.export("gradients"))["gradients"]
+                await policy.unbind()
+                await policy.bind(saved(*state.values(), gradients))
+        got = flat((await policy.export("gradients"))["gradients"])
+        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+        assert error <= TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
+async def test_divergence_and_correction_are_exact(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    """The reference moves in for one scoring pass and leaves the weights as they were."""
+    rows = make_rows(20, seed=7)
+    config = policy_config(
+        tiny_model,
+        loss={"kl": {"coefficient": 0.3}, "correction_cap": 1.5},
+        trainer={"compute_dtype": "float64", "max_tokens_per_pass": 60},
+        optimizer={"lr": 0.05},
+    )
+    policy = Policy(ranks, config, tiny_model, members)
+    await policy.bind()
+    first = read((await policy.export("master"))["master"])
+    await policy.add(rows[:10])
+    moved, _ = await policy.apply(10.0)  # the weights leave the reference
+    await policy.bind(saved(moved["master"], moved["moments"]))
+    replies = []
+    for cut in (rows[:3], rows[3:16], rows[16:]):
+        replies += await policy.add(cut)
+    got = flat((await policy.export("gradients"))["gradients"])
+    after = await policy.export("master")
+    assert np.array_equal(flat(after["master"]), flat(moved["master"]))
+
+    lm = reference.build(tiny_model, read(moved["master"]), torch.float64)
+    expected = reference.gradient(
+        lm,
+        rows,
+        aggregation="token_mean",
+        cap=1.5,
+        kl=0.3,
+        first=reference.build(tiny_model, first, torch.float64),
+    )
+    assert np.linalg.norm(got - expected) <= 1e-10 * np.linalg.norm(expected)
+    assert sum(reply.sums["kl"] for reply in replies) > 0
+    assert all(reply.seconds["reference"] > 0 for reply in replies)
+
+
+@pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
+async def test_checkpointed_layers_give_the_same_gradient(
+    ranks: Ranks, tmp_path: Path, members: list[int]
+) -> None:
+    model = write_model(tmp_path / "m", vocab_size=300_000, hidden_size=16)  # a unit per layer
+    rows = make_rows(12, seed=9, vocab=300_000)
+    sums = []
+    for checkpointing in (False, True):
+        config = policy_config(model, trainer={"gradient_checkpointing": checkpointing})
+        policy = Policy(ranks, config, model, members)
+        await policy.bind()
+        await policy.add(rows)
+        sums.append(flat((await policy.export("gradients"))["gradients"]))
+        await policy.unbind()
+    assert np.linalg.norm(sums[1] - sums[0]) <= 1e-6 * np.linalg.norm(sums[0])
 
 
 async def test_suspending_and_changing_the_ranks_between_micro_batches_changes_nothing(

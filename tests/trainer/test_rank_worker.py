@@ -130,7 +130,9 @@ async def test_policies_that_take_turns_on_a_slot_never_touch_each_other(
 async def test_the_step_is_adamw_on_the_mean_clipped_gradient(
     ranks: Ranks, tiny_model: Path, members: list[int]
 ) -> None:
-    optimizer = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1, "max_grad_norm": 0.05}
+    optimizer = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1, "decay": "all",
+        "max_grad_norm": 0.05,
+    }  # fmt: skip
     config = policy_config(tiny_model, optimizer=optimizer, trainer={"compute_dtype": "float64"})
     policy = Policy(ranks, config, tiny_model, members)
     await policy.bind()
@@ -162,6 +164,71 @@ async def test_the_step_is_adamw_on_the_mean_clipped_gradient(
         for name, parameter in parameters.items():
             assert np.allclose(got[name], parameter.detach().numpy(), rtol=1e-6, atol=1e-9), name
     assert written.weights_hash.startswith("sha256:")
+
+
+@MEMBERS
+async def test_updates_go_on_after_a_resume_as_if_nothing_had_been(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    """N updates are bit for bit k updates, a save, a load elsewhere, and N - k more."""
+    config = policy_config(
+        tiny_model,
+        optimizer={
+            "lr": 0.02, "schedule": "cosine", "warmup_updates": 2, "total_updates": 6,
+            "weight_decay": 0.1,
+        },
+        loss={"entropy": {"start": 0.2, "end": 0.0, "until": 4}, "kl": {"coefficient": 0.1}},
+    )  # fmt: skip
+    ends = []
+    for resumes in ((), (1, 3)):
+        policy = Policy(ranks, config, tiny_model, members)
+        await policy.bind()
+        for update in range(5):
+            rows = make_rows(8, seed=20 + update)
+            await policy.add(rows[:5], num_updates=update)
+            await policy.add(rows[5:], num_updates=update)
+            targets, _ = await policy.apply(8.0, num_updates=update)
+            if update in resumes:
+                await Policy(ranks, config, tiny_model, members, seed=99).bind()  # another policy
+                await policy.bind(saved(targets["master"], targets["moments"]))
+        ends.append(np.concatenate([flat(targets["master"]), flat(targets["moments"])]))
+    assert np.array_equal(*ends)
+
+
+async def test_norms_and_biases_do_not_decay_unless_told_to(ranks: Ranks, tiny_model: Path) -> None:
+    moved = {}
+    for decay in ("matrices", "all"):
+        optimizer = {"lr": 0.1, "weight_decay": 0.5, "decay": decay}
+        policy = Policy(ranks, policy_config(tiny_model, optimizer=optimizer), tiny_model, [0])
+        await policy.bind()
+        start = read((await policy.export("master"))["master"])
+        await policy.add([replace(row, advantage=0.0) for row in make_rows(2)])
+        end = read((await policy.apply(1.0))[0]["master"])
+        moved[decay] = {name: not np.array_equal(start[name], end[name]) for name in start}
+    norms = {name for name in moved["all"] if "norm" in name}
+    assert norms
+    assert all(moved["all"].values())
+    assert {name for name, did in moved["matrices"].items() if not did} == norms
+
+
+async def test_a_loss_of_the_runs_package_trains(
+    ranks: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(inputs, config):\n    return -inputs.advantage * inputs.log_ratio.exp()\n"
+    )
+    sums = []
+    for kind in ("ppo_clip", "mine:loss"):
+        config = policy_config(tiny_model, loss={"kind": kind})
+        policy = Policy(ranks, config, tiny_model, [0, 1], package=str(tmp_path))
+        await policy.bind()
+        assert (await policy.add(make_rows(8)))[0].finite
+        sums.append(flat((await policy.export("gradients"))["gradients"]))
+    assert np.allclose(sums[0], sums[1], rtol=1e-5, atol=1e-7)
+    broken = policy_config(tiny_model, loss={"kind": "mine:missing"})
+    with pytest.raises(DomainError, match="mine has no function missing") as caught:
+        await Policy(ranks, broken, tiny_model, [0], package=str(tmp_path)).bind()
+    assert caught.value.reason is ErrorReason.WORKFLOW_IMPORT_FAILED
 
 
 async def test_an_apply_of_nothing_leaves_the_weights(ranks: Ranks, tiny_model: Path) -> None:

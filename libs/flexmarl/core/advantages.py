@@ -1,28 +1,25 @@
-"""Scalar advantages of one group: GRPO (arXiv 2402.03300), with and without division by the std.
+"""From the rewards of a group's finished samples to the advantages of its rows.
 
-Decisions that peers take differently, taken once here:
+What holds for every estimator, decided once:
 
 - Statistics take one value per finished sample; an agent called five times counts once, by the mean
   of its rows in the sample. A row's advantage uses its own reward.
-- The std is the sample std (n - 1). `epsilon` is added to it, not used as a floor, so that low
-  variance keeps its shape; below `epsilon` there is no variance to divide by, and the centred
-  reward is taken as it is, so that no advantage explodes.
-- A single value has the advantage 0: without others there is nothing to compare it with.
 - A reward function that returns one number has given this reward to every agent. Where it names
   agents or vertices, whoever it leaves out has no reward, and those rows are void.
+- The penalty of an overlong response is part of its row's reward before anything is compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from flexmarl.core.estimators.base import ReleaseScope, Scope, moments, whitening
+from flexmarl.core.estimators.registry import ESTIMATORS
+from flexmarl.core.overlong import OverlongRule
 from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import Rewards, Row, RowAdvantage, RowVoid
-
-Scope = Literal["group", "agent", "call_site"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +27,54 @@ class AdvantageRule:
     """How rewards become advantages.
 
     Attributes:
-        scope: Which rewards are compared: the team's in the group, the agent's in the group, or
-            those of the same call site in the group.
-        normalize_std: Divide by the standard deviation.
-        epsilon: Added to the standard deviation.
+        estimator: Name of the estimator.
+        scope: Which rewards are compared.
+        normalize_std: Divide by the standard deviation of the scope.
+        epsilon: Added to the standard deviation; less than this is no variance.
+        overlong: Penalty of long responses; None: there is none.
     """
 
+    estimator: str = "grpo"
     scope: Scope = "group"
     normalize_std: bool = True
     epsilon: float = 1e-6
+    overlong: OverlongRule | None = None
+
+    @property
+    def release_scope(self) -> ReleaseScope:
+        """What has to be closed before a row can be released."""
+        return "batch" if ESTIMATORS[self.estimator].whitens_batch else self.scope
+
+
+def make_rule(
+    estimator: str,
+    *,
+    scope: Scope | None,
+    normalize_std: bool | None,
+    epsilon: float,
+    overlong: OverlongRule | None,
+) -> AdvantageRule:
+    """Fills in what an estimator takes by itself, and refuses what it cannot be asked for.
+
+    Raises:
+        ValueError: Naming the key.
+    """
+    found = ESTIMATORS.get(estimator)
+    if found is None:
+        own = "estimators of your own are not built; " if ":" in estimator else ""
+        raise ValueError(f"estimator {estimator!r}: {own}there are: {', '.join(ESTIMATORS)}")
+    if scope is not None and scope not in found.scopes:
+        raise ValueError(f"scope = {scope!r}: {estimator} takes {' or '.join(found.scopes)}")
+    if normalize_std not in (None, found.normalizes) and not found.optional:
+        does = "always divides" if found.normalizes else "never divides"
+        raise ValueError(f"normalize_std: {estimator} {does} by the standard deviation; remove it")
+    return AdvantageRule(
+        estimator=estimator,
+        scope=found.scopes[0] if scope is None else scope,
+        normalize_std=found.normalizes if normalize_std is None else normalize_std,
+        epsilon=epsilon,
+        overlong=overlong,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,48 +102,75 @@ class GroupAdvantages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stats:
-    count: int
-    mean: float
-    std: float
+class _Valued:
+    """A row with its reward, as written and as compared, in its scope."""
+
+    key: Hashable
+    row: Row
+    reward: float
+    shaped: float
 
 
 def group_advantages(samples: Iterable[FinishedSample], rule: AdvantageRule) -> GroupAdvantages:
     """Computes rewards and advantages of one group's rows.
 
+    With an estimator that whitens the batch they are those before `whiten_batch`.
+
     Args:
         samples: The group's finished samples; failed ones must not be among them.
-        rule: Scope and normalisation.
+        rule: Estimator, scope and normalisation.
     """
-    key_of, reward_of = _SCOPES[rule.scope]
-    valued: list[tuple[Hashable, Row, float]] = []
+    valued: list[_Valued] = []
     voided: list[RowVoid] = []
-    per_sample: dict[Hashable, list[float]] = {}
+    values: dict[Hashable, list[float]] = {}
+    own: dict[tuple[str, Hashable], float] = {}
     for sample in samples:
-        of_sample: dict[Hashable, list[float]] = {}
-        for row in sample.rows:
-            reward = reward_of(sample.rewards, row)
-            if reward is None:
-                voided.append(RowVoid(row, VoidReason.NO_REWARD))
-                continue
-            key = key_of(row)
-            valued.append((key, row, reward))
-            of_sample.setdefault(key, []).append(reward)
-        if rule.scope == "group" and sample.rewards.team is not None:
-            # A sample without trainable rows still is one of the answers to the query.
-            of_sample = {"": [sample.rewards.team]}
-        for key, rewards in of_sample.items():
-            per_sample.setdefault(key, []).append(math.fsum(rewards) / len(rewards))
-    stats = {key: _stats(values) for key, values in per_sample.items()}
+        rows = _values_of(sample, rule, voided)
+        valued.extend(rows)
+        for key, value in _sample_values(sample, rows, rule).items():
+            values.setdefault(key, []).append(value)
+            own[sample.sample_id, key] = value
+    baseline = ESTIMATORS[rule.estimator].baseline
+    centres = {
+        key: baseline(found, rule.normalize_std, rule.epsilon) for key, found in values.items()
+    }
     released = tuple(
-        RowAdvantage(row, reward, _advantage(reward, stats[key], rule))
-        for key, row, reward in valued
+        RowAdvantage(
+            item.row,
+            item.reward,
+            centres[item.key](item.shaped, own[item.row.sample_id, item.key]),
+        )
+        for item in valued
     )
-    flat = bool(released) and all(
-        stats[key].std < rule.epsilon and abs(reward - stats[key].mean) < rule.epsilon
-        for key, _, reward in valued
+    return GroupAdvantages(
+        released=released, voided=tuple(voided), zero_variance=_flat(valued, values, rule.epsilon)
     )
-    return GroupAdvantages(released=released, voided=tuple(voided), zero_variance=flat)
+
+
+def whiten_batch(groups: Sequence[GroupAdvantages]) -> list[GroupAdvantages]:
+    """Whitens the advantages of a batch, per policy, by one value per sample.
+
+    Args:
+        groups: All groups of the batch that are trained on.
+    """
+    per_sample: dict[str, dict[str, list[float]]] = {}
+    for group in groups:
+        for item in group.released:
+            of_policy = per_sample.setdefault(item.row.policy, {})
+            of_policy.setdefault(item.row.sample_id, []).append(item.advantage)
+    scales = {
+        policy: whitening([math.fsum(of) / len(of) for of in samples.values()])
+        for policy, samples in per_sample.items()
+    }
+
+    def whitened(item: RowAdvantage) -> RowAdvantage:
+        mean, factor = scales[item.row.policy]
+        return RowAdvantage(item.row, item.reward, (item.advantage - mean) * factor)
+
+    return [
+        replace(group, released=tuple(whitened(item) for item in group.released))
+        for group in groups
+    ]
 
 
 def row_reward(rewards: Rewards, row: Row) -> float | None:
@@ -127,22 +190,38 @@ def _team_reward(rewards: Rewards, _row: Row) -> float | None:
     return rewards.team
 
 
-def _stats(values: Sequence[float]) -> _Stats:
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count == 1:
-        return _Stats(1, mean, 0.0)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return _Stats(count, mean, math.sqrt(variance))
+def _values_of(sample: FinishedSample, rule: AdvantageRule, voided: list[RowVoid]) -> list[_Valued]:
+    key_of, reward_of = _SCOPES[rule.scope]
+    found = []
+    for row in sample.rows:
+        reward = reward_of(sample.rewards, row)
+        if reward is None:
+            voided.append(RowVoid(row, VoidReason.NO_REWARD))
+            continue
+        penalty = 0.0 if rule.overlong is None else rule.overlong.of(row.num_response_tokens)
+        found.append(_Valued(key_of(row), row, reward, reward + penalty))
+    return found
 
 
-def _advantage(reward: float, stats: _Stats, rule: AdvantageRule) -> float:
-    if stats.count == 1:
-        return 0.0
-    centred = reward - stats.mean
-    if not rule.normalize_std or stats.std < rule.epsilon:
-        return centred
-    return centred / (stats.std + rule.epsilon)
+def _sample_values(
+    sample: FinishedSample, rows: Sequence[_Valued], rule: AdvantageRule
+) -> dict[Hashable, float]:
+    """The sample's one value per scope that it takes part in."""
+    if rule.scope == "group" and sample.rewards.team is not None and not rows:
+        # A sample without trainable rows still is one of the answers to the query.
+        return {"": sample.rewards.team}
+    of_sample: dict[Hashable, list[float]] = {}
+    for item in rows:
+        of_sample.setdefault(item.key, []).append(item.shaped)
+    return {key: math.fsum(of) / len(of) for key, of in of_sample.items()}
+
+
+def _flat(valued: Sequence[_Valued], values: dict[Hashable, list[float]], epsilon: float) -> bool:
+    found = {key: moments(of) for key, of in values.items()}
+    return bool(valued) and all(
+        found[item.key].std < epsilon and abs(item.shaped - found[item.key].mean) < epsilon
+        for item in valued
+    )
 
 
 _SCOPES: dict[Scope, tuple[Callable[[Row], Hashable], Callable[[Rewards, Row], float | None]]] = {

@@ -11,7 +11,7 @@ the store acknowledged it (admit, read, close) or told that a sample ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import assert_never
 
@@ -20,6 +20,7 @@ from flexmarl.core.advantages import (
     FinishedSample,
     GroupAdvantages,
     group_advantages,
+    whiten_batch,
 )
 from flexmarl.core.closure import (
     CancelRest,
@@ -136,6 +137,7 @@ class BatchGroups:
         self._due: dict[str, None] = {}
         self._to_start: list[SampleId] = []
         self._closures: list[CloseGroup] = []
+        self._held: dict[str, CloseGroup] = {}
         self._to_replace: list[str] = []
         self._admitting = False
 
@@ -256,8 +258,12 @@ class BatchGroups:
             self.sample_changed(SampleFact(sample_id=sample_id, status=SampleStatus.CANCELLED))
 
     def rows_read(self, group_id: str, rows: tuple[Row, ...]) -> None:
-        """The store told a group's rows: its end can be written."""
-        self._closures.append(self._closure(group_id, rows))
+        """The store told a group's rows: its end can be written, once its scope is closed."""
+        closure = self._closure(group_id, rows)
+        if self._rules.advantage.release_scope == "batch" and closure.status is GroupStatus.CLOSED:
+            self._held[group_id] = closure
+        else:
+            self._closures.append(closure)
 
     def closed(self, effect: CloseGroup) -> tuple[Row, ...]:
         """The store has closed or dropped the group; returns the rows that it released."""
@@ -281,6 +287,9 @@ class BatchGroups:
             elif group.stage is GroupStage.TERMINAL and self._lacks_replacement(group):
                 self._to_replace.append(group_id)
         self._due.clear()
+        if self._held and self._whole_batch_known():
+            self._closures.extend(self._whitened())
+            self._held.clear()
         effects.extend(self._closures)
         self._closures.clear()
         # One write at a time: a crash between two could leave a gap, and its query untaken.
@@ -339,6 +348,27 @@ class BatchGroups:
             voided=(*dropped, *voided),
             reason=group.decision.reason,
         )
+
+    def _whole_batch_known(self) -> bool:
+        """Whether no group can come or end any more but those that are held."""
+        return not self._to_replace and all(
+            group_id in self._held or group.stage is GroupStage.TERMINAL
+            for group_id, group in self.groups.items()
+        )
+
+    def _whitened(self) -> list[CloseGroup]:
+        """The held closures; groups closed before a crash take part in the statistics."""
+        before = [
+            self._advantages(group)
+            for group_id, group in self.groups.items()
+            if group_id not in self._held and group.status is GroupStatus.CLOSED
+        ]
+        held = [self._advantages(self.groups[group_id]) for group_id in self._held]
+        whitened = whiten_batch([*before, *held])[len(before) :]
+        return [
+            replace(closure, released=advantages.released)
+            for closure, advantages in zip(self._held.values(), whitened, strict=True)
+        ]
 
     def _decide(self, group: GroupState) -> Iterator[CancelSamples | ReadRows]:
         decision = decide_group(

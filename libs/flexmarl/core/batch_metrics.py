@@ -51,28 +51,50 @@ class StepClock:
 
 @dataclass(slots=True)
 class TrainMeans:
-    """Means of what trainers reported, weighted by tokens, per policy; newest values beside."""
+    """What trainers reported of a batch, per policy.
+
+    Means are weighted by tokens, but for the largest of those whose name ends in `_max`; seconds
+    and counts are summed; the newest of an update's numbers holds.
+    """
 
     _sums: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    _totals: dict[tuple[str, str], float] = field(default_factory=dict)
     _newest: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def add(self, policy: str, metrics: Mapping[str, float], *, weight: float) -> None:
         """A micro-batch's numbers."""
         for name, value in metrics.items():
-            if math.isfinite(value):
-                total, weights = self._sums.get((policy, name), (0.0, 0.0))
-                self._sums[policy, name] = (total + value * weight, weights + weight)
+            if not math.isfinite(value):
+                continue
+            if name.endswith("_max"):
+                newest = self._newest.get((policy, name), value)
+                self._newest[policy, name] = max(value, newest)
+                continue
+            total, weights = self._sums.get((policy, name), (0.0, 0.0))
+            self._sums[policy, name] = (total + value * weight, weights + weight)
+
+    def spend(self, policy: str, seconds: Mapping[str, float]) -> None:
+        """Seconds of an operation, by part."""
+        for part, value in seconds.items():
+            self.count(policy, f"seconds/{part}", value)
+
+    def count(self, policy: str, name: str, value: float = 1.0) -> None:
+        """Something that adds up over the batch."""
+        self._totals[policy, name] = self._totals.get((policy, name), 0.0) + value
 
     def put(self, policy: str, metrics: Mapping[str, float]) -> None:
         """An update's numbers: they hold for the whole batch."""
         for name, value in metrics.items():
             self._newest[policy, name] = value
 
-    def take(self) -> dict[str, float]:
-        """The numbers by `train/<policy>/<name>`; begins anew."""
+    def take(self) -> dict[str, dict[str, float]]:
+        """The numbers by policy and name; begins anew."""
         means = {key: total / weights for key, (total, weights) in self._sums.items() if weights}
-        taken = {f"train/{p}/{name}": v for (p, name), v in {**means, **self._newest}.items()}
+        taken: dict[str, dict[str, float]] = {}
+        for (policy, name), value in {**means, **self._totals, **self._newest}.items():
+            taken.setdefault(policy, {})[name] = value
         self._sums.clear()
+        self._totals.clear()
         self._newest.clear()
         return taken
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
+
+Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"]
+"""How the terms of a loss become one number; all terms of a loss share it."""
 
 
 class Presence(Enum):
@@ -38,13 +42,18 @@ class Counts:
             num_rows=self.num_rows + other.num_rows, num_tokens=self.num_tokens + other.num_tokens
         )
 
-    def denominator(self, aggregation: str) -> float:
+    def denominator(self, aggregation: Aggregation, *, response_limit: int = 1) -> float:
         """Returns what a sum of these is divided by, once, at apply.
 
         Args:
-            aggregation: "token_mean" (sampled tokens) or "seq_mean" (rows).
+            aggregation: "token_mean" divides by sampled tokens, "seq_mean_token_sum" and
+                "seq_mean_token_mean" by rows, "dr_grpo" (arXiv 2503.20783) by rows times the
+                configured response limit: never by a length that the samples happened to have.
+            response_limit: That limit.
         """
-        return float(self.num_rows if aggregation == "seq_mean" else self.num_tokens)
+        if aggregation == "token_mean":
+            return float(self.num_tokens)
+        return float(self.num_rows * (response_limit if aggregation == "dr_grpo" else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,13 @@ def plan_passes(
 ) -> tuple[tuple[Pass, ...], ...]:
     """Returns the passes of each rank, equally many per rank and at least one.
 
-    Rows are sorted by length, so that a pass pads little, and dealt back and forth, so that ranks
-    get about equal work. A row longer than `max_tokens` gets a pass of its own.
+    Rows are sorted by length, so that those of a pass are about equally long, and dealt back and
+    forth, so that ranks get about equal work. One longer than `max_tokens` has a pass of its own.
 
     Args:
         lengths: Tokens per row.
         world_size: Number of ranks.
-        max_tokens: Most tokens per pass, padding included.
+        max_tokens: Most tokens per pass.
     """
     dealt: list[list[int]] = [[] for _ in range(world_size)]
     for position, row in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))):
@@ -37,12 +37,13 @@ def plan_passes(
 def _cut(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Pass]:
     passes: list[Pass] = []
     current: list[int] = []
+    held = 0
     for row in rows:
-        # Sorted: the first row of a pass is its longest and sets the padded width.
-        if current and lengths[current[0]] * (len(current) + 1) > max_tokens:
+        if current and held + lengths[row] > max_tokens:
             passes.append(tuple(current))
-            current = []
+            current, held = [], 0
         current.append(row)
+        held += lengths[row]
     if current:
         passes.append(tuple(current))
     return passes

@@ -40,7 +40,15 @@ FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 
 FATAL_REASONS = frozenset(
-    {"MODEL_INVALID", "UNKNOWN_CONFIG_KEY", "NOT_BUILT", "DISK_FULL", "UNAVAILABLE"}
+    {
+        "MODEL_INVALID",
+        "UNKNOWN_CONFIG_KEY",
+        "NOT_BUILT",
+        "DISK_FULL",
+        "UNAVAILABLE",
+        "LOSS_RAISED",
+        "WORKFLOW_IMPORT_FAILED",
+    }
 )
 """Failures that another try cannot mend; an absent trainer was waited for by the driver already."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flexmarl.core.ids import check_name
+from flexmarl.runtime.algorithm_config import AdvantageConfig, LossConfig, OptimizerConfig
 
 
 class _Section(BaseModel):
@@ -135,35 +136,6 @@ class BatchConfig(_Section):
         return value
 
 
-class AdvantageConfig(_Section):
-    """How rewards become advantages."""
-
-    estimator: Literal["grpo"] = "grpo"
-    """GRPO: reward minus the mean of the scope (arXiv 2402.03300)."""
-    scope: Literal["group", "agent", "call_site"] = "group"
-    """Rewards compared: the team's in the group, the agent's in it, or those of the same call."""
-    normalize_std: bool = True
-    """Divide by the standard deviation of the scope."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the standard deviation."""
-
-
-class ScheduleConfig(_Section):
-    """A number that moves linearly with the policy's updates."""
-
-    start: float
-    """Value at update 0."""
-    end: float
-    """Value from update `until` on."""
-    until: Annotated[int, Field(ge=1)]
-    """Update at which `end` is reached."""
-
-    def at(self, num_updates: int) -> float:
-        """Returns the value after `num_updates` updates."""
-        share = min(num_updates / self.until, 1.0)
-        return self.start + (self.end - self.start) * share
-
-
 class ModelConfig(_Section):
     """Base model of a policy."""
 
@@ -171,48 +143,6 @@ class ModelConfig(_Section):
     """Hugging Face folder with config.json and tokenizer.json; relative to the config."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the folder's weights, or draw them from the run's seed as config.json says."""
-
-
-class OptimizerConfig(_Section):
-    """AdamW and the schedule of its learning rate."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Clip the policy's gradient to this norm."""
-    warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the learning rate rises linearly."""
-
-
-class LossConfig(_Section):
-    """The policy-gradient loss."""
-
-    kind: Literal["grpo"] = "grpo"
-    """PPO's clipped surrogate on group-relative advantages."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """Lower clip of the ratio."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """Upper clip of the ratio."""
-    old: Literal["proximal", "behaviour"] = "proximal"
-    """The ratio's denominator: the trainer's log-probs at the batch's weights, or the engine's."""
-    correction_cap: Annotated[float, Field(gt=0)] | None = None
-    """Cap of the detached factor proximal / behaviour; unset means no correction."""
-    aggregation: Literal["token_mean", "seq_mean"] = "token_mean"
-    """Mean over sampled tokens, or over rows of the mean of their tokens."""
-    entropy: float | ScheduleConfig = 0.0
-    """Coefficient of the entropy bonus."""
-
-    def entropy_at(self, num_updates: int) -> float:
-        """Returns the entropy coefficient after `num_updates` updates."""
-        if isinstance(self.entropy, ScheduleConfig):
-            return self.entropy.at(num_updates)
-        return self.entropy
 
 
 class SamplingConfig(_Section):
@@ -310,9 +240,12 @@ class PolicyTrainerConfig(_Section):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens per micro-batch, prompts included; a longer row is one alone."""
     max_tokens_per_pass: Annotated[int, Field(ge=1)] = 16384
-    """Padded tokens per forward pass; a micro-batch is cut into passes of at most this size."""
+    """Tokens per forward pass; a micro-batch is cut into passes of at most this size."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of forward and backward; master weights stay float32, or float64 with float64."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward instead of keeping what they made: less memory, about a
+    third more time."""
     tier: Literal["memory", "disk"] = "memory"
     """Where its training state lies between bindings."""
 

@@ -16,8 +16,12 @@ from flexmarl.core.run import RunCore
 from flexmarl.core.run_effects import ActivateVersion, CloseGroup, Commit
 from flexmarl.core.run_events import EffectDone, Event
 from flexmarl.core.states import GroupStatus
+from flexmarl.core.training_alarms import training_alarms
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
+from flexmarl.runtime.logging import get_logger
+
+_log = get_logger(__name__)
 
 MAX_REPORTS: Final = 4096
 """Newest reports kept in memory; older ones are read from the store."""
@@ -81,7 +85,7 @@ class Accounts:
         numbers = batch_metrics(batch, self._core.training, step_s=step_s)
         evaluation = self._core.evaluation
         evaluated = {} if evaluation is None else evaluation.metrics()
-        self._numbers = {**step, **numbers, **self._context.train_means.take(), **evaluated}
+        self._numbers = {**step, **numbers, **self._training_numbers(), **evaluated}
         if self._shares:
             self._numbers["utilisation/rollout"] = sum(self._shares) / len(self._shares)
             self._shares.clear()
@@ -107,6 +111,15 @@ class Accounts:
             self._context.reports.append(
                 orchestrator_pb2.VersionReport(version=evaluation.version, batch=record)
             )
+
+    def _training_numbers(self) -> dict[str, float]:
+        numbers: dict[str, float] = {}
+        for policy, metrics in sorted(self._context.train_means.take().items()):
+            numbers.update({f"train/{policy}/{name}": value for name, value in metrics.items()})
+            for alarm in training_alarms(metrics):
+                numbers[f"alarm/{policy}/{alarm.name}"] = 1.0
+                _log.warning("training_alarm", policy=policy, alarm=alarm.name, why=alarm.text)
+        return numbers
 
     async def _add_trainer_utilisation(self, step_s: float) -> None:
         slots, busy_s, known = 0, 0.0, True

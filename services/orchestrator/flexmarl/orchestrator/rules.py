@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from flexmarl.core.advantages import AdvantageRule
 from flexmarl.core.batch import BatchRules
 from flexmarl.core.closure import ClosureRules
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -37,7 +36,7 @@ def parse_config(config_json: bytes) -> RunConfig:
 
 def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 0) -> RunRules:
     """What the core needs of a configuration."""
-    batch, advantage = config.batch, config.advantage
+    batch = config.batch
     return RunRules(
         num_versions=config.versions,
         batch=BatchRules(
@@ -50,11 +49,7 @@ def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 
                 on_replace_exhausted=batch.on_replace_exhausted,
                 filter_zero_variance=batch.filter_zero_variance,
             ),
-            advantage=AdvantageRule(
-                scope=advantage.scope,
-                normalize_std=advantage.normalize_std,
-                epsilon=advantage.epsilon,
-            ),
+            advantage=config.advantage.rule(),
         ),
         training=TrainingRules(
             policies={

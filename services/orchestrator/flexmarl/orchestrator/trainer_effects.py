@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
@@ -130,6 +130,7 @@ class TrainerEffects:
             version=effect.version,
             timeout_s=self._timeout_s,
         )
+        context.train_means.spend(effect.policy, _prefixed("swap_in", result.seconds))
         context.save_seen(result.state)
         return StateSaved(state_fact(result.state))
 
@@ -144,9 +145,14 @@ class TrainerEffects:
             weights_hash=context.manifest.policies[effect.policy].weights_hash,
             timeout_s=self._timeout_s,
         )
-        context.train_means.add(
-            effect.policy, result.metrics, weight=float(max(result.counts.num_tokens, 1))
-        )
+        means = context.train_means
+        means.add(effect.policy, result.metrics, weight=float(max(result.counts.num_tokens, 1)))
+        means.spend(effect.policy, result.seconds)
+        if result.non_finite:
+            means.count(effect.policy, "non_finite")
+            _log.warning(
+                "gradient_not_finite", policy=effect.policy, micro_batch=effect.micro_batch_id
+            )
         return Computed(result.non_finite, dict(result.metrics))
 
     async def _save(self, effect: Apply | SaveGradients | Suspend) -> pb.StateResult:
@@ -163,6 +169,7 @@ class TrainerEffects:
                     timeout_s=timeout_s,
                 )
                 self._context.train_means.put(policy, result.metrics)
+                self._context.train_means.spend(policy, _prefixed("update", result.seconds))
                 return result
             case SaveGradients():
                 return await self._client.save_gradients(
@@ -173,6 +180,7 @@ class TrainerEffects:
                     run_id, policy, term=term, timeout_s=timeout_s
                 )
                 self._terms.pop(effect.binding, None)
+                self._context.train_means.spend(policy, _prefixed("swap_out", result.seconds))
                 return result
 
     async def _give_up(self, effect: TrainerWork) -> None:
@@ -184,3 +192,7 @@ class TrainerEffects:
                 )
         except (DomainError, TimeoutError) as error:
             _log.info("binding_not_given_up", policy=effect.policy, why=str(error))
+
+
+def _prefixed(word: str, seconds: Mapping[str, float]) -> dict[str, float]:
+    return {f"{word}_{part}": value for part, value in seconds.items()}

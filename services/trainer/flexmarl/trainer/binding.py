@@ -160,6 +160,8 @@ class Binding:
             name,
             self._state.ledger.presence(name),
             counts=packed.counts,
+            denominator=self._parts.config.loss.denominator(packed.counts),
+            num_model_tokens=packed.num_model_tokens,
             ranks=[reply.added for reply in replies],
         )
 

@@ -107,7 +107,7 @@ class PolicyState:
         state = self.record
         async with self._targets(_SET, version=ledger.batch + 1) as targets:
             apply = rank_pb2.RankApply(
-                denominator=ledger.counts.denominator(self._parts.config.loss.aggregation),
+                denominator=self._parts.config.loss.denominator(ledger.counts),
                 num_updates=state.num_updates,
                 targets=targets.for_ranks(),
             )
@@ -115,20 +115,23 @@ class PolicyState:
             written = replies[0].written
             refs = await targets.seal(weights_hash=written.weights_hash)
         seconds = largest([reply.written.seconds for reply in replies])
+        metrics = dict(written.metrics)
+        if "skipped" not in metrics:
+            metrics["weights_unchanged"] = float(written.weights_hash == state.weights_hash)
         saving = time.perf_counter()
         record = records.applied_state(
             self._parts.claim,
             refs,
             weights_hash=written.weights_hash,
             ledger=ledger,
-            num_updates=state.num_updates + ("skipped" not in written.metrics),
-            metrics=written.metrics,
+            num_updates=state.num_updates + ("skipped" not in metrics),
+            metrics=metrics,
         )
         await self._write(record, Ledger(batch=ledger.batch + 1))
         seconds["save"] = time.perf_counter() - saving
         seconds["total"] = time.perf_counter() - started
         self._parts.ranks.set_held((refs["master"].key, refs["moments"].key))
-        return trainer_pb2.StateResult(state=record, metrics=written.metrics, seconds=seconds)
+        return trainer_pb2.StateResult(state=record, metrics=metrics, seconds=seconds)
 
     async def _make_first_set(self, meeting: Meeting) -> dict[str, float]:
         initial = rank_pb2.RankInitial(seed=self._parts.init_seed)
@@ -168,6 +171,9 @@ class PolicyState:
         template.binding = str(parts.claim.key)
         template.policy_json = parts.config.model_dump_json().encode()
         template.model_path = parts.model_path
+        template.package_path = parts.package_path
+        if parts.config.loss.kl is not None:
+            template.reference.seed = parts.init_seed
         template.members.extend(worker.position for worker in parts.ranks.workers)
         template.group_prefix = meeting.prefix
         template.store_host = meeting.host

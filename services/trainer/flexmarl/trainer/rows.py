@@ -16,10 +16,11 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch for the ranks, and the denominators that it adds."""
+    """A micro-batch for the ranks, the denominators that it adds, and all its tokens."""
 
     command: rank_pb2.RankGradients
     counts: Counts
+    num_model_tokens: int
 
 
 def pack_rows(
@@ -64,7 +65,8 @@ def pack_rows(
         logprobs=logprobs.tobytes(),
         num_updates=num_updates,
     )
-    return PackedRows(command, Counts(num_rows=rows, num_tokens=len(logprobs)))
+    counts = Counts(num_rows=rows, num_tokens=len(logprobs))
+    return PackedRows(command, counts, num_model_tokens=len(tokens))
 
 
 def _refuse_others(

@@ -39,6 +39,7 @@ class OpenRun:
     term: int
     config: RunConfig
     models: dict[str, Path]
+    package: Path | None
     stores: dict[str, StoreClient]
     home: StoreClient
 
@@ -199,6 +200,7 @@ class Trainer:
             claim=claim,
             config=config,
             model_path=str(run.models[policy]),
+            package_path=str(run.package) if ":" in config.loss.kind else "",
             init_seed=derive(run.config.seed, "init", policy),
             ranks=RankGroup(
                 [self._pool.workers[slot] for slot in claim.slots],
@@ -231,11 +233,22 @@ class Trainer:
                 name: await materialise(home, ref, cache)
                 for name, ref in sorted(stored.models.items())
             }
+            package = None
+            if any(":" in policy.loss.kind for policy in config.policies.values()):
+                package = await materialise(
+                    home, stored.workflow_bundle, self._config.data_dir / "packages"
+                )
         except BaseException:
             await asyncio.gather(*(store.close() for store in stores.values()))
             raise
         return OpenRun(
-            run_id=run_id, term=term, config=config, models=models, stores=stores, home=home
+            run_id=run_id,
+            term=term,
+            config=config,
+            models=models,
+            package=package,
+            stores=stores,
+            home=home,
         )
 
     def _check_policy(self, run: OpenRun, policy: str, slots: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.trainer.rank.attention import PACKED, register
 
 _ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_to_keep_fn")
 
@@ -56,9 +57,10 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
     from transformers import AutoModelForCausalLM
 
     config = load_config(model_path)
+    register()
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
         )
     model.tie_weights()
     _allocate(model, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +12,35 @@ import torch.distributed as dist
 
 from flexmarl.core.passes import plan_passes
 from flexmarl.runtime.run_config import PolicyConfig
-from flexmarl.trainer.rank.losses.base import LossInputs, LossOutput
-from flexmarl.trainer.rank.losses.registry import LOSSES
+from flexmarl.trainer.rank.losses.base import PolicyLoss
+from flexmarl.trainer.rank.losses.total import Coefficients, LossInputs, LossOutput, total_loss
 from flexmarl.trainer.rank.model import ScoringModel
 from flexmarl.trainer.rank.packing import PassColumns, Rows, make_pass
+from flexmarl.trainer.rank.reference import Reference
 from flexmarl.trainer.rank.shards import ShardedState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What forms gradients of the bound policy.
+
+    Attributes:
+        config: The policy.
+        model: Its model.
+        state: Its state.
+        policy_loss: Its policy loss.
+        reference: First weights, for the divergence; None without one.
+        group: Process group.
+        device: Device.
+    """
+
+    config: PolicyConfig
+    model: ScoringModel
+    state: ShardedState
+    policy_loss: PolicyLoss
+    reference: Reference | None
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,66 +54,87 @@ class MicroBatchStats:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-def add_micro_batch(
-    rows: Rows,
-    *,
-    model: ScoringModel,
-    state: ShardedState,
-    config: PolicyConfig,
-    num_updates: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> MicroBatchStats:
+def add_micro_batch(rows: Rows, learner: Learner, *, num_updates: int) -> MicroBatchStats:
     """Adds the micro-batch's unnormalised gradient to the sum, unless it is not finite.
 
     All ranks call this with the same rows. FSDP means gradients over ranks, so the loss is
     multiplied by the world size: the sum is the same for every number of ranks.
     """
-    world_size, rank = group.size(), group.rank()
-    plan = plan_passes(
-        rows.lengths, world_size=world_size, max_tokens=config.trainer.max_tokens_per_pass
-    )
-    coefficient = config.loss.entropy_at(num_updates)
     stats = MicroBatchStats()
+    passes = _passes(rows, learner)
     outputs: list[LossOutput] = []
     try:
-        for chosen in plan[rank]:
-            columns = make_pass(rows, chosen, device=device)
-            started = time.perf_counter()
-            output = _forward(model, columns, config, coefficient)
-            stats.seconds["forward"] += (now := time.perf_counter()) - started
-            torch.autograd.backward(output.total * world_size)
-            stats.seconds["backward"] += time.perf_counter() - now
-            stats.num_tokens += int(columns.mask.sum())
-            outputs.append(
-                LossOutput(total=output.total.detach(), sums=output.sums, maxima=output.maxima)
-            )
+        references = _reference_scores(passes, learner, stats)
+        for columns, reference in zip(passes, references, strict=True):
+            outputs.append(_pass(columns, reference, learner, num_updates, stats))
         started = time.perf_counter()
-        gradients = state.gradients()
+        gradients = learner.state.gradients()
     except BaseException:
-        state.drop_gradients()
+        learner.state.drop_gradients()
         raise
-    stats.finite = all_finite(gradients, group=group, device=device)
+    stats.finite = all_finite(gradients, group=learner.group, device=learner.device)
     if stats.finite:
-        state.add(gradients)
+        learner.state.add(gradients)
     stats.seconds["add"] += time.perf_counter() - started
     _summarise(outputs, stats)
+    stats.maxima["attention_padding"] = _attention_padding(passes)
     return stats
 
 
-def _forward(
-    model: ScoringModel, columns: PassColumns, config: PolicyConfig, coefficient: float
+def _passes(rows: Rows, learner: Learner) -> list[PassColumns]:
+    plan = plan_passes(
+        rows.lengths,
+        world_size=learner.group.size(),
+        max_tokens=learner.config.trainer.max_tokens_per_pass,
+    )
+    return [make_pass(rows, chosen, device=learner.device) for chosen in plan[learner.group.rank()]]
+
+
+def _reference_scores(
+    passes: Sequence[PassColumns], learner: Learner, stats: MicroBatchStats
+) -> list[torch.Tensor | None]:
+    """Log-probabilities under the reference: all passes in one go, so that it moves in once."""
+    if learner.reference is None:
+        return [None] * len(passes)
+    started = time.perf_counter()
+    with learner.reference.in_place_of(learner.state, learner.model), torch.no_grad():
+        scores: list[torch.Tensor | None] = [
+            learner.model(columns.inputs, entropy=False)[0] for columns in passes
+        ]
+    stats.seconds["reference"] += time.perf_counter() - started
+    return scores
+
+
+def _pass(
+    columns: PassColumns,
+    reference: torch.Tensor | None,
+    learner: Learner,
+    num_updates: int,
+    stats: MicroBatchStats,
 ) -> LossOutput:
-    current, entropy = model(columns.inputs, entropy=coefficient != 0.0)
+    loss = learner.config.loss
+    coefficients = Coefficients(
+        entropy=loss.entropy_at(num_updates), kl=0.0 if loss.kl is None else loss.kl.at(num_updates)
+    )
+    started = time.perf_counter()
+    current, entropy = learner.model(columns.inputs, entropy=coefficients.entropy != 0.0)
     inputs = LossInputs(
         current=current,
         entropy=entropy,
         behaviour=columns.behaviour,
+        reference=reference,
         advantage=columns.advantage,
+        row=columns.row,
         row_tokens=columns.row_tokens,
         mask=columns.mask,
+        num_rows=columns.num_rows,
     )
-    return LOSSES[config.loss.kind](inputs, config.loss, coefficient)
+    output = total_loss(inputs, loss, coefficients, learner.policy_loss)
+    stats.seconds["forward"] += (now := time.perf_counter()) - started
+    torch.autograd.backward(output.total * learner.group.size())
+    stats.seconds["backward"] += time.perf_counter() - now
+    stats.num_tokens += int(columns.mask.sum())
+    return LossOutput(total=output.total.detach(), sums=output.sums, maxima=output.maxima)
 
 
 def all_finite(
@@ -107,6 +153,12 @@ def all_finite(
     if group.size() > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
+
+
+def _attention_padding(passes: Sequence[PassColumns]) -> float:
+    """Share of the places that attention computes for no token; nothing else computes any."""
+    places = sum(columns.inputs.rows.count * columns.inputs.rows.width for columns in passes)
+    return 1.0 - sum(columns.num_tokens for columns in passes) / places
 
 
 def _summarise(outputs: list[LossOutput], stats: MicroBatchStats) -> None:

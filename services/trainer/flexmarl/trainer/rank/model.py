@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.trainer.rank.attention import PackedRows
 from flexmarl.trainer.rank.construct import build_empty
 from flexmarl.trainer.rank.precision import keep_float64
-
-LOGITS_PER_CHUNK: Final = 1 << 24
-"""Most logits alive at once in the backward; more positions are scored chunk by chunk."""
+from flexmarl.trainer.rank.scoring import score
 
 ONE_UNIT_BELOW: Final = 1 << 22
 """Models with fewer parameters are sharded as one unit, not layer by layer."""
@@ -25,19 +25,21 @@ ONE_UNIT_BELOW: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassInputs:
-    """Rows of one pass.
+    """Rows of one pass, one after the other without padding.
 
     Attributes:
-        tokens: Prompt and response per row, padded on the right, int64 [rows, width].
-        rows: Row of each scored token, int64 [tokens].
-        columns: Position whose hidden state predicts the token, int64 [tokens].
-        targets: The sampled tokens, int64 [tokens].
-        temperatures: Sampling temperature of each token's row [tokens].
+        tokens: Prompts and responses, int64 [1, tokens].
+        positions: Place of each token in its row, int64 [1, tokens].
+        rows: How the rows lie.
+        scored: Tokens whose hidden state predicts a sampled one, int64 [scored].
+        targets: The sampled tokens, int64 [scored].
+        temperatures: Sampling temperature of each one's row [scored].
     """
 
     tokens: torch.Tensor
-    rows: torch.Tensor
-    columns: torch.Tensor
+    positions: torch.Tensor
+    rows: PackedRows
+    scored: torch.Tensor
     targets: torch.Tensor
     temperatures: torch.Tensor
 
@@ -45,11 +47,10 @@ class PassInputs:
 class ScoringModel(nn.Module):
     """Log-probabilities and entropies of sampled tokens at the sampling temperature.
 
-    Prompt positions never go through the output head. Rows are padded on the right and attention is
-    causal, so padding needs no mask: no scored position sees it.
+    Prompt positions never go through the output head.
 
     Args:
-        lm: Model with an output head.
+        lm: Model with an output head, built with the packed attention.
         score_dtype: Dtype of logits and log-probabilities: float32, or float64.
     """
 
@@ -59,40 +60,28 @@ class ScoringModel(nn.Module):
         self.score_dtype = score_dtype
 
     def forward(self, inputs: PassInputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (log-probabilities, entropies) [tokens]; entropies carry a gradient if asked."""
-        hidden = self.lm.base_model(input_ids=inputs.tokens, use_cache=False).last_hidden_state
-        selected = hidden[inputs.rows, inputs.columns]
-        vocab = self.lm.get_output_embeddings().weight.shape[0]
-        chunk = max(1, LOGITS_PER_CHUNK // vocab)
-        if len(selected) <= chunk:
-            return self._score(selected, inputs.targets, inputs.temperatures, entropy)
-        parts = [
-            checkpoint(self._score, *columns, entropy, use_reentrant=False)
-            for columns in zip(
-                *(
-                    torch.split(tensor, chunk)
-                    for tensor in (selected, inputs.targets, inputs.temperatures)
-                ),
-                strict=True,
-            )
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        """Returns (log-probabilities, entropies) [scored]; entropies carry a gradient if asked."""
+        hidden = self.lm.base_model(
+            input_ids=inputs.tokens,
+            position_ids=inputs.positions,
+            use_cache=False,
+            packed_rows=inputs.rows,
+        ).last_hidden_state
+        head = self.lm.get_output_embeddings()
+        return score(
+            hidden[0, inputs.scored],
+            weight=head.weight,
+            bias=head.bias,
+            targets=inputs.targets,
+            temperatures=inputs.temperatures,
+            dtype=self.score_dtype,
+            entropy=entropy,
+        )
 
-    def _score(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        temperatures: torch.Tensor,
-        entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.lm.get_output_embeddings()(hidden).to(self.score_dtype)
-        logits = logits / temperatures.to(self.score_dtype)[:, None]
-        total = torch.logsumexp(logits, dim=-1)
-        chosen = logits.gather(1, targets[:, None])[:, 0] - total
-        with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
-            # H = log Z - E[logit]; equal to -sum p log p, without a second [tokens, vocab] log.
-            expected = (torch.softmax(logits, dim=-1) * logits).sum(-1)
-            return chosen, total - expected if entropy else (total - expected).detach()
+    def forget_gathered(self) -> None:
+        """Frees weights gathered over ranks, so that the next pass gathers them anew."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
 
 
 def master_dtype(compute_dtype: str) -> torch.dtype:
@@ -101,7 +90,12 @@ def master_dtype(compute_dtype: str) -> torch.dtype:
 
 
 def build_sharded(
-    model_path: Path, *, compute_dtype: str, mesh: DeviceMesh, device: torch.device
+    model_path: Path,
+    *,
+    compute_dtype: str,
+    checkpointing: bool,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> ScoringModel:
     """Builds the model of a folder with unset weights, sharded over `mesh`.
 
@@ -112,6 +106,10 @@ def build_sharded(
     lm = build_empty(model_path, dtype=dtype, device=device)
     if dtype == torch.float64:
         keep_float64(lm)
+    if checkpointing:
+        for layer in _layers(lm):
+            # Inside of what FSDP wraps, which has the weights whole when they are needed again.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return shard(lm, compute_dtype=compute_dtype, mesh=mesh)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.passes import Pass
+from flexmarl.trainer.rank.attention import PackedRows
 from flexmarl.trainer.rank.model import PassInputs
 
 
@@ -61,13 +62,27 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassColumns:
-    """One pass: what the model reads, and per scored token what the loss reads [tokens]."""
+    """One pass: what the model reads, and per scored token what the loss reads [scored].
+
+    Attributes:
+        inputs: What the model reads.
+        behaviour: Log-probability that the engine stored.
+        advantage: Advantage of its row.
+        row: Number of its row in the pass.
+        row_tokens: Sampled tokens of its row.
+        mask: False where nothing is trained on.
+        num_rows: Rows.
+        num_tokens: Tokens that go through the model; none is padding.
+    """
 
     inputs: PassInputs
     behaviour: torch.Tensor
     advantage: torch.Tensor
+    row: torch.Tensor
     row_tokens: torch.Tensor
     mask: torch.Tensor
+    num_rows: int
+    num_tokens: int
 
 
 def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
@@ -82,44 +97,62 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
     index = np.asarray(picked)
     prompts, responses = rows.prompt_lengths[index], rows.response_lengths[index]
     lengths = prompts + responses
-    width = int(lengths.max())
-    tokens = np.zeros((len(picked), width), dtype=np.int64)
-    inside = np.arange(width)[None, :] < lengths[:, None]
-    tokens[inside] = rows.tokens[_ranges(rows.starts[index], lengths)]
+    tokens = rows.tokens[_ranges(rows.starts[index], lengths)].astype(np.int64)
     row_of = np.repeat(np.arange(len(picked)), responses)
-    within = _ranges(np.zeros(len(picked), dtype=np.int64), responses)
-    columns = np.repeat(prompts, responses) - 1 + within
+    # The state before a sampled token predicts it.
+    scored = _ranges(_starts(lengths) + prompts - 1, responses)
     source = _ranges(rows.response_starts[index], responses)
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
     return PassColumns(
         inputs=PassInputs(
-            tokens=torch.from_numpy(tokens).to(device),
-            rows=torch.from_numpy(row_of).to(device),
-            columns=torch.from_numpy(columns).to(device),
-            targets=torch.from_numpy(tokens[row_of, columns + 1]).to(device),
-            temperatures=torch.from_numpy(rows.temperatures[index][row_of]).to(device),
+            tokens=tensor(tokens[None]),
+            positions=tensor(_ranges(np.zeros(len(picked), dtype=np.int64), lengths)[None]),
+            rows=_lay(lengths, device),
+            scored=tensor(scored),
+            targets=tensor(tokens[scored + 1]),
+            temperatures=tensor(rows.temperatures[index][row_of]),
         ),
-        behaviour=torch.from_numpy(rows.logprobs[source]).to(device),
-        advantage=torch.from_numpy(rows.advantages[index][row_of]).to(device),
-        row_tokens=torch.from_numpy(responses[row_of].astype(np.int64)).to(device),
+        behaviour=tensor(rows.logprobs[source]),
+        advantage=tensor(rows.advantages[index][row_of]),
+        row=tensor(row_of),
+        row_tokens=tensor(responses[row_of].astype(np.int64)),
         mask=torch.ones(len(row_of), dtype=torch.bool, device=device),
+        num_rows=len(picked),
+        num_tokens=len(tokens),
     )
+
+
+def _lay(lengths: np.ndarray, device: torch.device) -> PackedRows:
+    count, width = len(lengths), int(lengths.max())
+    places = None
+    if int(lengths.min()) < width:
+        places = torch.from_numpy(_ranges(np.arange(count) * width, lengths)).to(device)
+    return PackedRows(count=count, width=width, places=places)
 
 
 def _empty_pass(device: torch.device) -> PassColumns:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     value = torch.zeros(1, dtype=torch.float64, device=device)
+    pair = torch.arange(2, device=device)[None]
     return PassColumns(
         inputs=PassInputs(
-            tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
-            rows=zero,
-            columns=zero,
+            tokens=torch.zeros_like(pair),
+            positions=pair,
+            rows=PackedRows(count=1, width=2, places=None),
+            scored=zero,
             targets=zero,
             temperatures=torch.ones(1, dtype=torch.float64, device=device),
         ),
         behaviour=value,
         advantage=value,
-        row_tokens=zero,
+        row=zero,
+        row_tokens=torch.ones_like(zero),
         mask=torch.zeros(1, dtype=torch.bool, device=device),
+        num_rows=1,
+        num_tokens=2,
     )
 
 

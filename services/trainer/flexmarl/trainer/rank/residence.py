@@ -31,6 +31,7 @@ class ModuleKey:
 
     architecture: str
     compute_dtype: str
+    checkpointing: bool
     members: tuple[int, ...]
     group_prefix: str
 

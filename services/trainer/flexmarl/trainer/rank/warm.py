@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from flexmarl.runtime.run_config import LossConfig, OptimizerConfig
+from flexmarl.runtime.algorithm_config import LossConfig, OptimizerConfig
+from flexmarl.trainer.rank.attention import PACKED, PackedRows, register
 from flexmarl.trainer.rank.groups import make_group, mesh_of
-from flexmarl.trainer.rank.losses.base import LossInputs
-from flexmarl.trainer.rank.losses.grpo import grpo
+from flexmarl.trainer.rank.losses.ppo_clip import ppo_clip
+from flexmarl.trainer.rank.losses.total import Coefficients, LossInputs, total_loss
 from flexmarl.trainer.rank.model import PassInputs, shard
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.shards import ShardedState
@@ -26,6 +27,7 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
         device=device,
         timeout_s=timeout_s,
     )
+    register()
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=16,
@@ -33,6 +35,7 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
+        attn_implementation=PACKED,
     )
     lm = torch.nn.Module.to(LlamaForCausalLM(config), device)
     model = shard(lm, compute_dtype="float32", mesh=mesh_of(group, device))
@@ -42,23 +45,28 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
     for _ in range(2):
         inputs = PassInputs(
             tokens=torch.zeros((1, 4), dtype=torch.int64, device=device),
-            rows=torch.zeros_like(index),
-            columns=index,
+            positions=torch.arange(4, device=device)[None],
+            rows=PackedRows(count=1, width=4, places=None),
+            scored=index,
             targets=index,
             temperatures=values,
         )
         current, entropy = model(inputs, entropy=True)
-        output = grpo(
+        output = total_loss(
             LossInputs(
                 current=current,
                 entropy=entropy,
                 behaviour=current.detach(),
+                reference=None,
                 advantage=values,
+                row=torch.zeros_like(index),
                 row_tokens=torch.full_like(index, 3),
                 mask=torch.ones(3, dtype=torch.bool, device=device),
+                num_rows=1,
             ),
             LossConfig(),
-            0.1,
+            Coefficients(entropy=0.1),
+            ppo_clip,
         )
         torch.autograd.backward(output.total)
         state.add(state.gradients())

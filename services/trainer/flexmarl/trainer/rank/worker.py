@@ -17,12 +17,14 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.construct import architecture_of
 from flexmarl.trainer.rank.frozen import FrozenWeights
-from flexmarl.trainer.rank.gradients import add_micro_batch
+from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
 from flexmarl.trainer.rank.groups import Groups, mesh_of
 from flexmarl.trainer.rank.initial import initial_weights
+from flexmarl.trainer.rank.losses.choose import choose
 from flexmarl.trainer.rank.model import build_sharded
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
+from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import (
     ModuleKey,
     Resident,
@@ -35,11 +37,12 @@ from flexmarl.trainer.rank.shards import ShardedState
 
 @dataclass(slots=True, kw_only=True)
 class _Bound:
-    """The policy that is bound; `resident` is None for a frozen one."""
+    """The policy that is bound; `resident` and `learner` are None for a frozen one."""
 
     config: PolicyConfig
     state: ShardedState | FrozenWeights
     resident: Resident | None
+    learner: Learner | None
     rank: int
 
 
@@ -59,21 +62,24 @@ class RankWorker:
         self._device = device
         self._groups = Groups(position=position, device=device, timeout_s=timeout_s)
         self._residents = Residents(max_bytes=max_resident_bytes)
+        self._references = References(max_bytes=max_resident_bytes)
         self._bound: _Bound | None = None
 
     def bind(self, command: rank_pb2.RankBind) -> rank_pb2.RankBound:
         """Binds a policy; nothing stays bound when it fails.
 
         Raises:
-            DomainError: MODEL_INVALID.
+            DomainError: MODEL_INVALID, WORKFLOW_IMPORT_FAILED.
         """
         self.unbind()
         seconds: dict[str, float] = defaultdict(float)
         config = PolicyConfig.model_validate_json(command.policy_json)
         model_path = Path(command.model_path)
         if config.kind == "frozen":
-            frozen = FrozenWeights(self._initial(command, config))
-            bound = _Bound(config=config, state=frozen, resident=None, rank=command.rank)
+            frozen = FrozenWeights(_first_weights(command, config, seed=command.initial.seed))
+            bound = _Bound(
+                config=config, state=frozen, resident=None, learner=None, rank=command.rank
+            )
         else:
             started = time.perf_counter()
             resident = self._resident(command, config, model_path)
@@ -82,7 +88,11 @@ class RankWorker:
             part = "init" if command.WhichOneof("source") == "initial" else "load"
             seconds[part] = time.perf_counter() - now
             bound = _Bound(
-                config=config, state=resident.state, resident=resident, rank=command.rank
+                config=config,
+                state=resident.state,
+                resident=resident,
+                learner=self._learner(resident, command, config),
+                rank=command.rank,
             )
         self._bound = bound
         return rank_pb2.RankBound(
@@ -95,20 +105,13 @@ class RankWorker:
         """Adds the gradient of a micro-batch.
 
         Raises:
-            DomainError: INVALID_ARGUMENT for tokens outside of the vocabulary.
+            DomainError: INVALID_ARGUMENT for tokens outside of the vocabulary; LOSS_RAISED.
         """
         bound, resident = self._trained()
+        assert bound.learner is not None, "a trained policy learns"
         rows = Rows.parse(command)
         self._check_tokens(rows, resident, command.micro_batch_id)
-        stats = add_micro_batch(
-            rows,
-            model=resident.model,
-            state=resident.state,
-            config=bound.config,
-            num_updates=command.num_updates,
-            group=resident.group,
-            device=self._device,
-        )
+        stats = add_micro_batch(rows, bound.learner, num_updates=command.num_updates)
         return rank_pb2.RankAdded(
             finite=stats.finite,
             num_tokens=stats.num_tokens,
@@ -171,6 +174,7 @@ class RankWorker:
             model = build_sharded(
                 model_path,
                 compute_dtype=config.trainer.compute_dtype,
+                checkpointing=config.trainer.gradient_checkpointing,
                 mesh=mesh_of(group, self._device),
                 device=self._device,
             )
@@ -180,15 +184,37 @@ class RankWorker:
         key = ModuleKey(
             architecture=architecture_of(model_path),
             compute_dtype=config.trainer.compute_dtype,
+            checkpointing=config.trainer.gradient_checkpointing,
             members=members,
             group_prefix=command.group_prefix,
         )
         return self._residents.get(key, build)
 
+    def _learner(
+        self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
+    ) -> Learner:
+        reference = None
+        if config.loss.kl is not None:
+            seed = command.reference.seed
+            key = (resident.state, command.model_path, config.model.init, seed)
+            reference = self._references.get(
+                key,
+                lambda: Reference(resident.state, _first_weights(command, config, seed=seed)),
+            )
+        return Learner(
+            config=config,
+            model=resident.model,
+            state=resident.state,
+            policy_loss=choose(config.loss.kind, package=Path(command.package_path)),
+            reference=reference,
+            group=resident.group,
+            device=self._device,
+        )
+
     def _fill(self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig) -> None:
         if command.WhichOneof("source") == "initial":
             resident.keys = None
-            resident.state.set_initial(self._initial(command, config))
+            resident.state.set_initial(_first_weights(command, config, seed=command.initial.seed))
             return
         saved = command.saved
         keys = StateKeys(master=saved.master_key, moments=saved.moments_key)
@@ -202,13 +228,6 @@ class RankWorker:
         if "gradients" in segments:
             with mapped(segments["gradients"], write=False) as buffers:
                 resident.state.load("gradients", buffers)
-
-    def _initial(
-        self, command: rank_pb2.RankBind, config: PolicyConfig
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        return initial_weights(
-            Path(command.model_path), init=config.model.init, seed=command.initial.seed
-        )
 
     def _export(
         self,
@@ -252,3 +271,9 @@ class RankWorker:
                 f"{micro_batch_id}: a token is outside of the model's vocabulary of {vocab}",
                 {"micro_batch_id": micro_batch_id, "vocabulary": str(vocab)},
             )
+
+
+def _first_weights(
+    command: rank_pb2.RankBind, config: PolicyConfig, *, seed: int
+) -> Iterable[tuple[str, torch.Tensor]]:
+    return initial_weights(Path(command.model_path), init=config.model.init, seed=seed)

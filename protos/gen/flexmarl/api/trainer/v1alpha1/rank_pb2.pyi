@@ -222,6 +222,8 @@ class RankBind(_message.Message):
     GROUP_PREFIX_FIELD_NUMBER: _builtins.int
     INITIAL_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    PACKAGE_PATH_FIELD_NUMBER: _builtins.int
     binding: _builtins.str
     """Run and policy, "run/policy", for logs and resident state."""
     policy_json: _builtins.bytes
@@ -236,6 +238,8 @@ class RankBind(_message.Message):
     """Host of the rendezvous store."""
     group_prefix: _builtins.str
     """Prefix within the rendezvous store for a group made now; unique per creation."""
+    package_path: _builtins.str
+    """Folder of the run's workflow package; empty when the policy needs none of its code."""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions of the group's workers in the trainer, in order of rank."""
@@ -247,6 +251,10 @@ class RankBind(_message.Message):
     @_builtins.property
     def saved(self) -> Global___RankSaved:
         """Load saved state."""
+
+    @_builtins.property
+    def reference(self) -> Global___RankInitial:
+        """How the first weights are made; set when a divergence is measured from them."""
 
     def __init__(
         self,
@@ -261,10 +269,12 @@ class RankBind(_message.Message):
         group_prefix: _builtins.str = ...,
         initial: Global___RankInitial | None = ...,
         saved: Global___RankSaved | None = ...,
+        reference: Global___RankInitial | None = ...,
+        package_path: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["initial", b"initial", "saved", b"saved", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["initial", b"initial", "reference", b"reference", "saved", b"saved", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "members", b"members", "model_path", b"model_path", "policy_json", b"policy_json", "rank", b"rank", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "members", b"members", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["initial", "saved"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
