@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexmarl.core.advantages import Scope
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.estimators.base import Scope
 from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import RunFailure
 

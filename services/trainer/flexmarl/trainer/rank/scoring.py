@@ -23,7 +23,7 @@ class _Score(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,  # noqa: ANN401 - autograd's context
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -51,7 +51,7 @@ class _Score(torch.autograd.Function):
         return chosen, entropies
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any,  # noqa: ANN401 - autograd's context
         of_chosen: torch.Tensor,
         of_entropy: torch.Tensor | None,

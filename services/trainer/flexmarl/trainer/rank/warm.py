@@ -35,8 +35,8 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
-        attn_implementation=PACKED,
     )
+    config._attn_implementation = PACKED
     lm = torch.nn.Module.to(LlamaForCausalLM(config), device)
     model = shard(lm, compute_dtype="float32", mesh=mesh_of(group, device))
     state = ShardedState(model, rank=0, world_size=1, prefix="lm.")
