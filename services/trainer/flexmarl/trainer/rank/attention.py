@@ -74,10 +74,12 @@ def packed_attention(
         [1, tokens, heads, size], and no attention weights.
 
     Raises:
-        NotImplementedError: The layer asks for more than this.
+        TypeError: The layer asks for more than this.
     """
     if packed_rows is None or attention_mask is not None or softcap or s_aux is not None:
-        raise NotImplementedError(f"{type(module).__name__} asks for an attention that is not here")
+        raise TypeError(
+            f"{type(module).__name__} asks for an attention that packed rows do not have"
+        )
     rows = packed_rows
     mask = None
     if sliding_window is not None and sliding_window < rows.width:
