@@ -29,7 +29,7 @@ class EngineHostConfig:
         stable_s: A process that lived this long was no failure in a row.
     """
 
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = 600.0
     load_timeout_s: float = 180.0
     backoff_initial_s: float = 0.1
     backoff_max_s: float = 10.0

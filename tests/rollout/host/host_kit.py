@@ -140,7 +140,9 @@ class FakeDispatcher(RolloutServiceServicer):
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(predicate)
 
-    async def until_state(self, instance_id: str, state: int, *, version: int | None = None):
+    async def until_state(
+        self, instance_id: str, state: int, *, version: int | None = None, timeout_s: float = 90.0
+    ):
         def reached() -> bool:
             status = self.statuses.get(instance_id)
             return (
@@ -149,7 +151,7 @@ class FakeDispatcher(RolloutServiceServicer):
                 and (version is None or status.version == version)
             )
 
-        await self.until(reached)
+        await self.until(reached, timeout_s=timeout_s)
         return self.statuses[instance_id]
 
 

@@ -18,7 +18,7 @@ from rollout.vllm.vllm_kit import PYTHON, make_vllm_folder, needs_vllm
 
 from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300), needs_vllm]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600), needs_vllm]
 
 
 def servers_below(pid: int) -> list[psutil.Process]:
@@ -55,7 +55,9 @@ async def test_a_killed_server_is_back_with_its_weights_and_leaves_nothing(tmp_p
         plan = make_plan(store, folder, "p-0", engine="vllm", max_context=64, options=options)
         dispatcher.send(plan=plan)
         dispatcher.send(loads=[make_load(ref, "p-0", version=5, weights_hash=load.weights_hash)])
-        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
+        status = await dispatcher.until_state(
+            "p-0", pb.INSTANCE_STATE_SERVING, version=5, timeout_s=300
+        )
         await answered("before")
         family = servers_below(status.pid)
         os.kill(family[0].pid, signal.SIGSTOP)
@@ -63,10 +65,14 @@ async def test_a_killed_server_is_back_with_its_weights_and_leaves_nothing(tmp_p
         os.kill(family[0].pid, signal.SIGKILL)
         await dispatcher.until(lambda: "during" in dispatcher.results)
         assert dispatcher.results["during"].infrastructure
-        again = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
+        again = await dispatcher.until_state(
+            "p-0", pb.INSTANCE_STATE_SERVING, version=5, timeout_s=300
+        )
         if again.pid == status.pid:  # it had not been heard that it died
             await dispatcher.until(lambda: dispatcher.statuses["p-0"].pid != status.pid)
-            again = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
+            again = await dispatcher.until_state(
+                "p-0", pb.INSTANCE_STATE_SERVING, version=5, timeout_s=300
+            )
         assert again.num_restarts == 1 and again.weights_hash == load.weights_hash
         await answered("after")
         _, alive = psutil.wait_procs(family, timeout=10)

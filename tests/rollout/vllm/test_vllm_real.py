@@ -23,7 +23,7 @@ from flexmarl.rollout.engines.remote_engine import RemoteEngine
 from flexmarl.rollout.engines.vllm_engine import VllmBackend
 from flexmarl.rollout.engines.vllm_process import VllmProcess, command_line, new_socket_path
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300), needs_vllm]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600), needs_vllm]
 
 MAX_CONTEXT = 64
 

@@ -30,7 +30,8 @@ PLUGIN_FOLDER: Final = Path(__file__).parents[1] / "vllm_plugin"
 MODEL_NAME: Final = "policy"
 """Name of the model in requests, whatever it is."""
 
-_START_TIMEOUT_S: Final = 170.0
+_START_TIMEOUT_S: Final = 580.0
+"""Just below the host's patience with a start, so that the server's last words are told."""
 _TAIL_LINES: Final = 30
 
 

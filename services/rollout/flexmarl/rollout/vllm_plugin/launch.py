@@ -31,7 +31,8 @@ def main() -> None:
         OMP_NUM_THREADS=threads,
         HF_HUB_OFFLINE="1",
     )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # For the processes that vLLM spawns: they import the transfer engine beside this file.
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(
