@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import balance
 from benchmarks.report import Report
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
@@ -54,7 +55,8 @@ def reward(sample):
 
 
 def run(report: Report) -> None:
-    """Measures the rates at 64 and at 1 sample in flight."""
+    """Measures the balance, then the rates at 64 and at 1 sample in flight."""
+    balance.run(report)
     for name, in_flight, samples, asked in (
         ("rollout.vertices_per_s", 64, 1500, ">= 5,000"),
         ("rollout.vertices_per_s_1", 1, 150, ">= 500"),

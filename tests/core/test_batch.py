@@ -252,3 +252,27 @@ def test_a_broken_workflow_ends_the_run() -> None:
         groups.groups["b000000a0-g0000"].begin((0,), attempt=attempt)
         end(groups, 0, SampleStatus.FAILED, attempt=attempt)
     assert groups.failure == RAISED
+
+
+def test_redundant_samples_are_started_and_cut_and_their_rows_are_void() -> None:
+    groups = batch(samples=2, redundant_samples=2)
+    assert len(groups.take_startable()) == 4
+    done = [end(groups, ordinal, SampleStatus.DONE) for ordinal in (0, 3)]
+    (cancel,) = groups.due()
+    assert isinstance(cancel, CancelSamples)
+    assert [sample.ordinal for sample in cancel.samples] == [1, 2]
+    assert "2 are redundant" in cancel.reason
+    # One of them was done before the word arrived, the other one was cut.
+    late = end(groups, 1, SampleStatus.DONE)
+    assert groups.due() == []
+    cut = end(groups, 2, SampleStatus.CANCELLED)
+    close = closure_of(groups, *(row(sample_id) for sample_id in (*done, late, cut)))
+    assert close.status is GroupStatus.CLOSED
+    # Three are done, two are wanted: the first by ordinal, whoever was first in time.
+    assert {item.row.sample_id for item in close.released} == {str(done[0]), str(late)}
+    assert {v.row.sample_id: v.reason for v in close.voided} == {
+        str(done[1]): VoidReason.REDUNDANT,
+        str(cut): VoidReason.REDUNDANT,
+    }
+    assert groups.closed(close)
+    assert groups.leftover_reason(row(cut)) is VoidReason.REDUNDANT

@@ -15,6 +15,7 @@ from flexmarl.core.closure import (
     Wait,
     decide_group,
     may_replace,
+    redundant_ordinals,
 )
 from flexmarl.core.states import SampleStatus
 
@@ -60,6 +61,34 @@ def test_refills_count_on_and_are_bounded() -> None:
     got = decide_group({0: F, 1: F, 2: F}, num_wanted=3, rules=rules)
     assert isinstance(got, Refill)
     assert got.ordinals == (3, 4)
+
+
+REDUNDANT_CASES = [
+    ("refill", [D, D, RUN, RUN, RUN], Wait),
+    ("refill", [D, RUN, D, D, RUN], CancelRest),
+    ("refill", [D, C, D, D, C], Close),
+    ("refill", [D, D, D, D, RUN], CancelRest),
+    ("refill", [D, F, F, D, D], Close),  # the spare ones stood in for the failed ones
+    ("refill", [D, F, F, F, D], Refill),
+    ("fail", [D, C, D, D, C], Close),  # cut, not failed
+    ("drop_group", [D, C, D, D, C], Close),
+    ("drop_group", [D, F, RUN, D, RUN], CancelRest),
+]
+
+
+@pytest.mark.parametrize(("policy", "statuses", "expected"), REDUNDANT_CASES)
+def test_decisions_with_two_redundant_samples(policy, statuses, expected) -> None:
+    rules = ClosureRules(on_sample_failure=policy, redundant_samples=2)
+    got = decide_group(dict(enumerate(statuses)), num_wanted=3, rules=rules)
+    assert isinstance(got, expected)
+
+
+def test_the_redundant_ones_are_those_cut_and_those_done_beyond_what_is_wanted() -> None:
+    rules = ClosureRules(redundant_samples=2)
+    samples = dict(enumerate([D, C, D, D, D]))
+    assert redundant_ordinals(samples, num_wanted=3, rules=rules) == {1, 4}
+    assert redundant_ordinals(samples, num_wanted=5, rules=rules) == frozenset()
+    assert redundant_ordinals(samples, num_wanted=3, rules=ClosureRules()) == frozenset()
 
 
 def test_a_group_of_one_closes_with_one() -> None:

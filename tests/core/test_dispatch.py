@@ -5,105 +5,23 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from core.dispatch_box import Box, bad, gone, ok, ready, sent, up
 
 from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import (
     Abort,
     Accept,
-    AttemptFailed,
-    AttemptSucceeded,
     DispatchConfig,
     Duplicate,
     Fail,
-    InstanceChanged,
     InstanceUse,
     Send,
     SetTimer,
     TimerFired,
     VertexCancelled,
-    VertexReady,
     WeightsKnown,
     split_attempt_id,
 )
-from flexmarl.core.errors import ErrorReason
-
-
-def ready(
-    vertex_id: str,
-    *,
-    policy: str = "p",
-    version: int = 0,
-    group: int = 0,
-    prompt: int = 10,
-    max_tokens: int = 5,
-    timeout_s: float = 100.0,
-    max_attempts: int = 2,
-    infra_attempts: int = 3,
-    agent: str = "a",
-) -> VertexReady:
-    return VertexReady(
-        vertex_id, agent, policy, version, (0, group), prompt, max_tokens, timeout_s,
-        max_attempts, infra_attempts,
-    )  # fmt: skip
-
-
-def up(
-    name: str,
-    *,
-    policy: str = "p",
-    version: int = 0,
-    capacity: int = 1,
-    weights_hash: str = "h0",
-    use: InstanceUse = InstanceUse.SERVING,
-) -> InstanceChanged:
-    return InstanceChanged(
-        instance_id=name, policies=(policy,), use=use, capacity=capacity, version=version,
-        weights_hash=weights_hash,
-    )  # fmt: skip
-
-
-def gone(name: str, policy: str = "p") -> InstanceChanged:
-    return InstanceChanged(instance_id=name, policies=(policy,), use=InstanceUse.GONE)
-
-
-def ok(attempt: str, *, version: int = 0, weights_hash: str = "h0", tokens: int = 3):
-    return AttemptSucceeded(attempt, version, weights_hash, tokens)
-
-
-def bad(attempt: str, *, infra: bool) -> AttemptFailed:
-    return AttemptFailed(
-        attempt_id=attempt, infrastructure=infra, reason=ErrorReason.INTERNAL, message="broke"
-    )
-
-
-class Box:
-    """A dispatcher at a time, with the timers left out of what is looked at."""
-
-    def __init__(self, *events) -> None:
-        self.core = Dispatcher(DispatchConfig(), Random(1))
-        self.now = 0.0
-        self.timer: float | None = None
-        for event in (WeightsKnown("p", 0, "h0"), WeightsKnown("q", 0, "h0"), *events):
-            self(event)
-
-    def __call__(self, event) -> list:
-        effects = []
-        for effect in self.core.handle(event, self.now):
-            if isinstance(effect, SetTimer):
-                self.timer = effect.at
-            else:
-                effects.append(effect)
-        return effects
-
-    def at(self, now: float) -> list:
-        self.now = now
-        assert self.timer is not None
-        assert self.timer <= now
-        return self(TimerFired())
-
-
-def sent(effects) -> list[tuple[str, str]]:
-    return [(e.attempt_id, e.instance_id) for e in effects if isinstance(e, Send)]
 
 
 def test_a_ready_vertex_goes_to_the_only_instance_and_is_accepted_once():
@@ -127,11 +45,8 @@ def test_capacity_bounds_an_instance_and_the_oldest_group_goes_first():
     assert box(ready("b", group=9)) == []
     assert box(ready("c", group=8)) == []
     assert box(ready("d", group=8)) == []
-    assert (box.core.num_waiting("p"), box.core.num_running("p"), box.core.num_at("i0")) == (
-        3,
-        1,
-        1,
-    )
+    book = box.core.book("p")
+    assert (book.num_waiting, book.num_running, box.core.num_at("i0")) == (3, 1, 1)
     assert box.core.num_at("nobody") == 0
     assert box.core.attempts_at({"i0", "nobody"}) == ["a#1"]
     assert sent(box(ok("a#1"))) == [("c#1", "i0")]
@@ -247,7 +162,7 @@ def test_a_lost_instance_gives_its_vertices_back_at_once():
     box(ready("v"))
     box(ready("w"))
     assert box(gone("i0")) == []
-    assert box.core.num_waiting("p") == 2
+    assert box.core.book("p").num_waiting == 2
     assert sent(box(up("i1", capacity=2))) == [("v#2", "i1"), ("w#2", "i1")]
     assert box(gone("unheard-of")) == []
 
@@ -278,7 +193,7 @@ def test_a_late_success_of_a_waiting_vertex_wins():
     box(ready("v"))
     box(gone("i0"))
     assert box(ok("v#1")) == [Accept("v#1", "v", 1)]
-    assert box.core.num_waiting("p") == 0
+    assert box.core.book("p").num_waiting == 0
 
 
 def test_a_paused_instance_takes_nothing_new_and_keeps_what_it_has():
@@ -380,12 +295,12 @@ def test_many_cancels_do_not_pile_up():
         if n != 500:
             box(VertexCancelled(f"v{n}"))
     core = box.core
-    assert len(core._queues[("p", 0)]) < 200
+    assert len(core._assignment._queues._heaps[("p", 0)]) < 200
     assert len(core._timers) < 200
     box(up("i0"))
     for n in range(1000):
         box(up("i0", capacity=2 + n % 2))
-    assert len(core._free[("p", 0)]) < 200
+    assert len(core._pool._free[("p", 0)]) < 200
 
 
 def test_attempt_ids():

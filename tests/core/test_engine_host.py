@@ -290,3 +290,51 @@ def test_one_timer_serves_all_instances():
     effects = host.handle(TimerFired(), 100.0)
     assert only(StopEngine, effects).instance_id == "a-0"
     assert only(SetTimer, effects).at == 110.0
+
+
+def test_an_instance_whose_policies_alone_change_keeps_its_engine():
+    host = EngineHost(CONFIG)
+    start = only(StartEngine, host.handle(plan(wanted()), 0.0))
+    host.handle(EngineReadied(instance_id="a-0", generation=start.generation), 1.0)
+    load = only(LoadEngine, host.handle(ordered(3), 1.0))
+    host.handle(
+        LoadEnded(
+            instance_id="a-0", generation=start.generation, load_id=load.load_id, problem=None
+        ),
+        2.0,
+    )
+    effects = host.handle(plan(wanted(policies=("b",))), 3.0)
+    assert none_of(StopEngine, effects)
+    assert none_of(StartEngine, effects)
+    assert host.view("a-0").wanted.policies == ("b",)
+    # Orders for its former policy are none of its business any more; those for the new one are.
+    assert host.handle(ordered(4), 3.0) == []
+    load = only(LoadEngine, host.handle(ordered(3, policy="b", content="g3"), 3.0))
+    assert (load.generation, load.fetch) == (start.generation, True)
+    assert phase(host) is InstancePhase.LOADING
+
+
+def test_a_moved_instance_loads_nothing_of_its_former_policy_after_a_restart():
+    host = EngineHost(CONFIG)
+    start = only(StartEngine, host.handle(plan(wanted()), 0.0))
+    host.handle(ordered(3), 0.0)
+    host.handle(plan(wanted(policies=("b",))), 0.0)
+    effects = host.handle(EngineReadied(instance_id="a-0", generation=start.generation), 1.0)
+    assert none_of(LoadEngine, effects)
+    assert phase(host) is InstancePhase.EMPTY
+
+
+def test_a_load_that_is_under_way_when_an_instance_moves_just_ends():
+    host = EngineHost(CONFIG)
+    start = only(StartEngine, host.handle(plan(wanted()), 0.0))
+    host.handle(EngineReadied(instance_id="a-0", generation=start.generation), 1.0)
+    load = only(LoadEngine, host.handle(ordered(3), 1.0))
+    host.handle(plan(wanted(policies=("b",))), 1.0)
+    effects = host.handle(
+        LoadEnded(
+            instance_id="a-0", generation=start.generation, load_id=load.load_id, problem=None
+        ),
+        2.0,
+    )
+    assert only(ReportInstance, effects)
+    assert none_of(LoadEngine, effects)

@@ -1,4 +1,4 @@
-from flexmarl.core.seeds import derive, evaluation_seed, sample_seed, vertex_seed
+from flexmarl.core.seeds import continued_seed, derive, evaluation_seed, sample_seed, vertex_seed
 
 
 def test_seeds_depend_on_every_part_and_on_its_boundaries():
@@ -13,3 +13,8 @@ def test_seeds_are_stable_over_releases():
     assert evaluation_seed(7, query=2, sample=3) == derive(7, "evaluation", 2, 3)
     assert vertex_seed(5, path="0:0") == derive(5, "vertex", "0:0")
     assert vertex_seed(5, path="0:0") != vertex_seed(5, path="0:1")
+
+
+def test_a_continued_seed_differs_with_what_was_kept_and_is_the_vertex_seed_without():
+    assert continued_seed(5, num_kept=0) == 5
+    assert len({continued_seed(5, num_kept=kept) for kept in range(50)}) == 50

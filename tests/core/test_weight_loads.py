@@ -9,7 +9,7 @@ def instance(
     policy: str = "p",
     version: int | None = 3,
     weights_hash: str = "h3",
-    requested: int | None = None,
+    requested: tuple[int, str] | None = None,
     not_before: float = 0.0,
 ) -> InstanceWeights:
     return InstanceWeights(name, policy, version, weights_hash, requested, not_before)
@@ -21,36 +21,46 @@ def loads(*instances: InstanceWeights, open_versions: dict[int, int], now: float
 
 def test_the_next_version_is_loaded_only_when_no_sample_of_this_one_is_open():
     assert loads(instance(), open_versions={3: 1}) == []
-    assert loads(instance(), open_versions={3: 0}) == [Load("p", 4, ("p-0",), "newest_announced")]
+    assert loads(instance(), open_versions={3: 0}) == [
+        Load("p", 4, "h4", ("p-0",), "newest_announced")
+    ]
 
 
 def test_a_restarted_instance_loads_what_open_samples_need():
     fresh = instance(version=None, weights_hash="")
-    assert loads(fresh, open_versions={3: 2, 4: 0}) == [Load("p", 3, ("p-0",), "open_samples")]
+    assert loads(fresh, open_versions={3: 2, 4: 0}) == [
+        Load("p", 3, "h3", ("p-0",), "open_samples")
+    ]
 
 
 def test_refilled_samples_bring_an_older_version_back():
     ahead = instance(version=4, weights_hash="h4")
-    assert loads(ahead, open_versions={3: 1}) == [Load("p", 3, ("p-0",), "open_samples")]
+    assert loads(ahead, open_versions={3: 1}) == [Load("p", 3, "h3", ("p-0",), "open_samples")]
 
 
 def test_equal_version_with_other_content_is_loaded_again():
     wrong = instance(version=4, weights_hash="h3")
-    assert loads(wrong, open_versions={}) == [Load("p", 4, ("p-0",), "newest_announced")]
+    assert loads(wrong, open_versions={}) == [Load("p", 4, "h4", ("p-0",), "newest_announced")]
 
 
 def test_an_order_is_given_once_and_a_refused_one_repeated_after_a_pause():
-    assert loads(instance(requested=4), open_versions={}) == []
+    assert loads(instance(requested=(4, "h4")), open_versions={}) == []
     assert loads(instance(not_before=2.0), open_versions={}, now=1.0) == []
     assert len(loads(instance(not_before=2.0), open_versions={}, now=2.0)) == 1
+
+
+def test_an_order_of_other_content_under_the_same_version_is_another_order():
+    # As after a move: both policies are at version 4.
+    moved = instance(requested=(4, "g4"))
+    assert loads(moved, open_versions={}) == [Load("p", 4, "h4", ("p-0",), "newest_announced")]
 
 
 def test_policies_are_apart_and_unknown_weights_wait():
     other = instance("q-0", policy="q", version=None)
     unknown = instance("r-0", policy="r", version=None)
     assert loads(other, instance(), unknown, open_versions={}) == [
-        Load("p", 4, ("p-0",), "newest_announced"),
-        Load("q", 3, ("q-0",), "newest_announced"),
+        Load("p", 4, "h4", ("p-0",), "newest_announced"),
+        Load("q", 3, "g3", ("q-0",), "newest_announced"),
     ]
     assert loads(other, open_versions={4: 1}) == []
 

@@ -65,6 +65,7 @@ def run_config(
     agents: Mapping[str, Mapping[str, Any]] | None = None,
     policies: Mapping[str, Mapping[str, Any]] | None = None,
     workflow: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """A run's config around one model; agent `echo` by default."""
     agents = agents or {"echo": {"policy": "p", "prompt": "{text}>", "max_tokens": 4}}
@@ -84,6 +85,7 @@ def run_config(
                 for name in sorted(names)
             },
             "agents": agents,
+            "rollout": rollout or {},
         }
     )  # fmt: skip
 

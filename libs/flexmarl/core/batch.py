@@ -33,6 +33,7 @@ from flexmarl.core.closure import (
     Wait,
     decide_group,
     may_replace,
+    redundant_ordinals,
 )
 from flexmarl.core.ids import BatchId, GroupId, SampleId
 from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, GroupSpec, ReadRows
@@ -198,7 +199,7 @@ class BatchGroups:
         group = self.groups.get(str(SampleId.parse(row.sample_id).group))
         if group is None:
             return VoidReason.GROUP_DROPPED
-        reason = _DEAD_ROWS.get(group.status_of(row.sample_id))
+        reason = self._dead_reason(group, row.sample_id)
         if reason is not None:
             return reason
         # It finished behind the back of a workflow that had returned already.
@@ -324,7 +325,7 @@ class BatchGroups:
             group.decision = Drop(VoidReason.ZERO_VARIANCE, reason)
         voided = list(advantages.voided)
         for row in rows:
-            dead = _DEAD_ROWS.get(group.status_of(row.sample_id))
+            dead = self._dead_reason(group, row.sample_id)
             if row.trainable and dead is not None:
                 voided.append(RowVoid(row, dead))
         if isinstance(group.decision, Close):
@@ -369,6 +370,21 @@ class BatchGroups:
             replace(closure, released=advantages.released)
             for closure, advantages in zip(self._held.values(), whitened, strict=True)
         ]
+
+    def _redundant(self, group: GroupState) -> frozenset[int]:
+        return redundant_ordinals(
+            group.current,
+            num_wanted=self._rules.samples_per_group,
+            rules=self._rules.closure,
+        )
+
+    def _dead_reason(self, group: GroupState, sample_id: str) -> VoidReason | None:
+        """Why rows of a sample attempt are not trained on; None while nothing is against them."""
+        status = group.status_of(sample_id)
+        ended = status in (SampleStatus.DONE, SampleStatus.CANCELLED)
+        if ended and SampleId.parse(sample_id).ordinal in self._redundant(group):
+            return VoidReason.REDUNDANT
+        return _DEAD_ROWS.get(status)
 
     def _decide(self, group: GroupState) -> Iterator[CancelSamples | ReadRows]:
         decision = decide_group(
@@ -442,7 +458,8 @@ class BatchGroups:
 
     def _add(self, spec: GroupSpec, stage: GroupStage) -> GroupState:
         group = GroupState(spec, GroupId(self.batch, spec.ordinal), stage)
-        group.begin(range(self._rules.samples_per_group))
+        redundant = self._rules.closure.redundant_samples
+        group.begin(range(self._rules.samples_per_group + redundant))
         self.groups[spec.group_id] = group
         return group
 
@@ -451,6 +468,7 @@ class BatchGroups:
         for row in group.rows:
             if row.trainable:
                 by_sample.setdefault(row.sample_id, []).append(row)
+        redundant = self._redundant(group)
         finished = [
             FinishedSample(
                 sample_id=sample_id,
@@ -458,6 +476,6 @@ class BatchGroups:
                 rows=by_sample.get(sample_id, ()),
             )
             for sample_id, fact in group.samples.items()
-            if fact.status is SampleStatus.DONE
+            if fact.status is SampleStatus.DONE and fact.sample_id.ordinal not in redundant
         ]
         return group_advantages(finished, self._rules.advantage)

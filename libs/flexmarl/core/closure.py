@@ -38,6 +38,8 @@ class ClosureRules:
         replace_max: Most groups added to one batch in place of dropped ones.
         on_replace_exhausted: Go on with a smaller batch, or fail the run.
         filter_zero_variance: Drop groups whose rewards are all the same.
+        redundant_samples: Samples started beyond those that the group shall have: it closes when
+            enough are done, and the slowest are cut (redundant rollouts, RollArt, OSDI'26).
     """
 
     on_sample_failure: Literal["refill", "drop_sample", "drop_group", "fail"] = "refill"
@@ -45,6 +47,7 @@ class ClosureRules:
     replace_max: int = 4
     on_replace_exhausted: Literal["smaller", "fail"] = "smaller"
     filter_zero_variance: bool = False
+    redundant_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True)
 class CancelRest:
-    """The group is lost: cut the samples that still run."""
+    """The group is lost, or has enough: cut the samples that still run."""
 
     ordinals: tuple[int, ...]
     reason: str
@@ -107,6 +110,10 @@ def decide_group(
     done = sum(status is SampleStatus.DONE for status in statuses)
     running = tuple(sorted(o for o, status in samples.items() if status is SampleStatus.OPEN))
     failed = len(samples) - done - len(running)
+    if has_enough(samples, num_wanted=num_wanted, rules=rules):
+        if running:
+            return CancelRest(running, f"{done} samples are done: {len(running)} are redundant")
+        return Close(f"{num_wanted} of {len(samples)} samples were enough")
     if failed and rules.on_sample_failure == "fail":
         return Fail(f"{failed} failed sample(s), and batch.on_sample_failure = 'fail'")
     if failed and rules.on_sample_failure == "drop_group":
@@ -115,7 +122,7 @@ def decide_group(
         return Drop(VoidReason.GROUP_DROPPED, f"{failed} failed sample(s) drop the group")
     if rules.on_sample_failure == "refill":
         missing = num_wanted - done - len(running)
-        added = len(samples) - num_wanted
+        added = len(samples) - num_wanted - rules.redundant_samples
         count = min(missing, rules.refill_max - added)
         if count > 0:
             first = max(samples) + 1
@@ -125,6 +132,30 @@ def decide_group(
     if done >= min(num_wanted, MIN_SAMPLES):
         return Close(f"{done} of {num_wanted} samples succeeded")
     return Drop(VoidReason.GROUP_DROPPED, f"only {done} of {num_wanted} samples succeeded")
+
+
+def has_enough(
+    samples: Mapping[int, SampleStatus], *, num_wanted: int, rules: ClosureRules
+) -> bool:
+    """Whether a group with redundant samples waits for no further one."""
+    if not rules.redundant_samples:
+        return False
+    return sum(status is SampleStatus.DONE for status in samples.values()) >= num_wanted
+
+
+def redundant_ordinals(
+    samples: Mapping[int, SampleStatus], *, num_wanted: int, rules: ClosureRules
+) -> frozenset[int]:
+    """Samples that a group with enough does without: those that were cut, and those done late.
+
+    When more are done than wanted, because several ended at once, the first by ordinal count: a
+    recovered run chooses the same ones.
+    """
+    if not has_enough(samples, num_wanted=num_wanted, rules=rules):
+        return frozenset()
+    done = sorted(o for o, status in samples.items() if status is SampleStatus.DONE)
+    cut = (o for o, status in samples.items() if status is SampleStatus.CANCELLED)
+    return frozenset((*done[num_wanted:], *cut))
 
 
 def may_replace(*, replaced: int, rules: ClosureRules) -> bool:

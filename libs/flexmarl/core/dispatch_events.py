@@ -13,12 +13,23 @@ class DispatchConfig:
     Attributes:
         retry_initial_s: Pause before the second try after a failure of the infrastructure.
         retry_max_s: Longest such pause; it doubles from one to the next.
-        learning_rate: Weight of the newest response in an agent's expected response length.
+        learning_rate: Weight of the newest value in what is learnt per agent.
+        ageing_tokens_per_s: What a second of waiting counts against a longer remaining path.
+        prefix_margin_tokens: How much more load than the least loaded an instance may have that
+            holds a prompt's prefix, and still be chosen for it.
+        handover_s: Longest wait for what an instance gives back that shall serve another policy.
+        suspect_deaths: Deaths of instances under a vertex after which it has one for itself.
+        poison_deaths: Deaths of instances that it had for itself after which it fails.
     """
 
     retry_initial_s: float = 0.05
     retry_max_s: float = 5.0
     learning_rate: float = 0.1
+    ageing_tokens_per_s: float = 20.0
+    prefix_margin_tokens: int = 512
+    handover_s: float = 5.0
+    suspect_deaths: int = 3
+    poison_deaths: int = 3
 
 
 class InstanceUse(Enum):
@@ -47,6 +58,11 @@ class VertexReady:
         timeout_s: Deadline of the vertex, all attempts included, from now.
         max_attempts: Bound on failures of the request.
         infra_attempts: Bound on failures of the infrastructure.
+        sample_id: Its sample; empty for a vertex that nothing is learnt from.
+        upstream_ids: Vertices whose output it needed.
+        prefix_keys: Keys of its prompt's blocks, see `prefix_index`; empty where engines keep none.
+        resumable: Whether another instance may go on from what one has drawn. A grammar, penalties
+            or a shortest length depend on all of a response: those start from nothing.
     """
 
     vertex_id: str
@@ -59,6 +75,10 @@ class VertexReady:
     timeout_s: float
     max_attempts: int
     infra_attempts: int
+    sample_id: str = ""
+    upstream_ids: tuple[str, ...] = ()
+    prefix_keys: tuple[int, ...] = ()
+    resumable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +140,38 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptAborted:
+    """An attempt was ended before its end; these are the tokens that it had drawn.
+
+    Attributes:
+        attempt_id: Attempt.
+        version: The one version that sampled all of them; -1 when several did.
+        weights_hash: Content hash of the weights that did.
+        num_tokens: How many.
+    """
+
+    attempt_id: str
+    version: int
+    weights_hash: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceVacating:
+    """An instance shall serve another policy: its requests are handed over first."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnded:
+    """No vertex of the sample comes any more; `whole` when its workflow returned."""
+
+    sample_id: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class VertexCancelled:
     """Nobody waits for the vertex any more."""
 
@@ -137,14 +189,27 @@ Event = (
     | WeightsKnown
     | AttemptSucceeded
     | AttemptFailed
+    | AttemptAborted
     | VertexCancelled
+    | InstanceVacating
+    | SampleEnded
     | TimerFired
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send an attempt to an instance, pinned to a version."""
+    """Send an attempt to an instance, pinned to a version.
+
+    Attributes:
+        attempt_id: Attempt.
+        vertex_id: Its vertex.
+        attempt: Its number.
+        instance_id: Instance.
+        version: Version that must serve it.
+        reason: Why there.
+        num_kept: Tokens of moved attempts that it goes on from; 0 starts from nothing.
+    """
 
     attempt_id: str
     vertex_id: str
@@ -152,6 +217,7 @@ class Send:
     instance_id: str
     version: int
     reason: str
+    num_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +227,21 @@ class Accept:
     attempt_id: str
     vertex_id: str
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the tokens of an aborted attempt: the vertex' next one goes on from them."""
+
+    attempt_id: str
+    vertex_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Vacated:
+    """The instance works on nothing any more, and takes nothing until its policies change."""
+
+    instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +276,7 @@ class SetTimer:
     at: float
 
 
-Effect = Send | Accept | Duplicate | Abort | Fail | SetTimer
+Effect = Send | Accept | Keep | Duplicate | Abort | Fail | Vacated | SetTimer
 
 
 def attempt_id(vertex_id: str, attempt: int) -> str:

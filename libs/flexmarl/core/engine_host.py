@@ -6,6 +6,7 @@
 
 Invariants: an instance loads at most one thing at a time, always the newest order; a restarted
 process is given the last order again without being asked (I11: it serves nothing until then); an
+instance whose policies alone change keeps its process, and forgets what it was ordered to load; an
 event of an earlier process of an instance changes nothing; every start and every load has a
 deadline (I8), after which the process is killed and the restart follows.
 """
@@ -13,7 +14,7 @@ deadline (I8), after which the process is killed and the restart follows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from flexmarl.core.engine_host_events import (
@@ -124,7 +125,12 @@ class EngineHost:
         wanted = {instance.instance_id: instance for instance in plan.instances}
         for instance_id in sorted(self._instances):
             instance = self._instances[instance_id]
-            if wanted.get(instance_id) != instance.wanted:
+            new = wanted.get(instance_id)
+            if new is not None and replace(new, policies=()) == replace(
+                instance.wanted, policies=()
+            ):
+                self._reassign(instance, new)
+            else:
                 del self._instances[instance_id]
                 if instance.phase is not InstancePhase.DEAD:
                     emit(_stop(instance, "not_planned"))
@@ -132,6 +138,12 @@ class EngineHost:
             if instance_id not in self._instances:
                 instance = self._instances[instance_id] = _Instance(wanted[instance_id])
                 self._start(instance, now, emit, reason="planned")
+
+    def _reassign(self, instance: _Instance, wanted: InstanceWanted) -> None:
+        """The same engine under other policies: what it was told to load is none of theirs."""
+        instance.wanted = wanted
+        if instance.ordered is not None and instance.ordered.policy not in wanted.policies:
+            instance.ordered = None
 
     def _on_order(
         self, instance_id: str, order: LoadOrder, now: float, emit: Callable[[Effect], None]
@@ -179,7 +191,7 @@ class EngineHost:
         served = bool(instance.weights_hash)
         instance.phase = InstancePhase.SERVING if served else InstancePhase.EMPTY
         emit(ReportInstance(event.instance_id))
-        if instance.ordered != order:
+        if instance.ordered not in (order, None):
             self._load(instance, now, emit)
 
     def _on_timer(self, now: float, emit: Callable[[Effect], None]) -> None:

@@ -38,7 +38,7 @@ class EngineHostConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceWanted:
-    """One instance of a plan; another spec under the same id is another instance.
+    """One instance of a plan; under the same id, all but its policies says which engine it is.
 
     Attributes:
         options: What only its engine understands; compared and passed on.

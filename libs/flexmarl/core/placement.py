@@ -1,4 +1,4 @@
-"""Which host runs which instance: every policy that can receive work keeps one (I10).
+"""Which host runs which instance: every policy keeps one (I10).
 
 Instances are spread over the hosts with the most room left, so that one host's death takes as few
 of a policy's instances as possible. An instance stays on the host that has it.
@@ -26,7 +26,7 @@ class HostRoom:
 
 
 def instance_id(policy: str, ordinal: int) -> str:
-    """Id of the `ordinal`-th instance of a policy."""
+    """Id of the `ordinal`-th instance that a policy has at start; moved instances keep theirs."""
     return f"{policy}-{ordinal}"
 
 
@@ -56,15 +56,16 @@ def check_capacity(wanted: Mapping[str, int], hosts: list[HostRoom]) -> None:
 
 
 def place(
-    wanted: Mapping[str, int], hosts: list[HostRoom], current: Mapping[str, str]
+    assigned: Mapping[str, str], hosts: list[HostRoom], current: Mapping[str, str]
 ) -> dict[str, str]:
     """Host of each instance that can run.
 
     First one instance of every policy, then the second of each, and so on, while there is room: a
-    shortage takes instances from the policies with most, never a policy's only one.
+    shortage takes instances from the policies with most, never a policy's only one. Of a policy's
+    instances those come first that run already.
 
     Args:
-        wanted: Instances per policy.
+        assigned: Policy of each instance.
         hosts: Connected hosts.
         current: Host of each instance that is placed already; others' entries are ignored.
 
@@ -72,11 +73,14 @@ def place(
         Host by instance id.
     """
     room = {host.host_id: host.max_instances or 1 << 30 for host in hosts}
+    by_policy: dict[str, list[str]] = {}
+    for name in sorted(assigned, key=lambda name: (current.get(name) not in room, _natural(name))):
+        by_policy.setdefault(assigned[name], []).append(name)
     order = [
-        instance_id(policy, ordinal)
-        for ordinal in range(max(wanted.values(), default=0))
-        for policy in sorted(wanted)
-        if ordinal < wanted[policy]
+        names[rank]
+        for rank in range(max(map(len, by_policy.values()), default=0))
+        for _, names in sorted(by_policy.items())
+        if rank < len(names)
     ]
     placed: dict[str, str] = {}
     used = dict.fromkeys(room, 0)
@@ -88,3 +92,9 @@ def place(
         placed[name] = host
         used[host] += 1
     return placed
+
+
+def _natural(instance: str) -> tuple[str, int]:
+    """Sorts `p-10` after `p-9`."""
+    policy, _, ordinal = instance.rpartition("-")
+    return policy, int(ordinal)

@@ -31,3 +31,12 @@ def evaluation_seed(run_seed: int, *, query: int, sample: int) -> int:
 def vertex_seed(sample_seed_: int, *, path: str) -> int:
     """Returns the seed of a vertex."""
     return derive(sample_seed_, "vertex", path)
+
+
+def continued_seed(vertex_seed_: int, *, num_kept: int) -> int:
+    """Returns the seed with which a moved vertex goes on after `num_kept` tokens.
+
+    For engines whose generator starts anew with each request: under the vertex' own seed they would
+    draw the same numbers a second time. Without kept tokens it is the vertex' seed.
+    """
+    return derive(vertex_seed_, "continued", num_kept) if num_kept else vertex_seed_

@@ -20,7 +20,8 @@ class InstanceWeights:
         policy: Policy it serves.
         version: Version it serves; None while it serves none.
         weights_hash: Content hash of what it holds.
-        requested: Version it was told to load and has not answered about; None otherwise.
+        requested: Version and content hash that it was told to load and has not answered about;
+            None otherwise.
         not_before: Time before which a refused load is not repeated.
     """
 
@@ -28,7 +29,7 @@ class InstanceWeights:
     policy: str
     version: int | None
     weights_hash: str
-    requested: int | None
+    requested: tuple[int, str] | None
     not_before: float
 
 
@@ -38,6 +39,7 @@ class Load:
 
     policy: str
     version: int
+    weights_hash: str
     instance_ids: tuple[str, ...]
     reason: str
 
@@ -83,10 +85,10 @@ def decide_loads(
             for instance in instances
             if instance.policy == policy
             and (instance.version, instance.weights_hash) != (target, wanted)
-            and instance.requested != target
+            and instance.requested != (target, wanted)
             and instance.not_before <= now
         )
         if ids:
             reason = "open_samples" if any(open_versions.values()) else "newest_announced"
-            loads.append(Load(policy, target, tuple(sorted(ids)), reason))
+            loads.append(Load(policy, target, wanted, tuple(sorted(ids)), reason))
     return loads

@@ -115,6 +115,9 @@ class BatchConfig(_Section):
     """Queries per batch (B)."""
     samples_per_group: Annotated[int, Field(ge=1)]
     """Samples per query (G)."""
+    redundant_samples: Annotated[int, Field(ge=0)] = 0
+    """Further samples per query: its group closes when G are done, and the slowest are cut. Short
+    answers are then a little more likely to be trained on than long ones."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Versions that a token may be older than its trainer; only 0 is built."""
     on_sample_failure: Literal["refill", "drop_sample", "drop_group", "fail"] = "refill"
@@ -313,6 +316,37 @@ class AgentConfig(_Section):
     """Most attempts for failures of the infrastructure."""
 
 
+class BalanceSection(_Section):
+    """Moving inference instances between policies."""
+
+    rule: Literal["drain_time", "queue_gap", "off"] = "drain_time"
+    """Move when the longest time to drain a queue falls by more than the move costs; when queues
+    differ by more than `queue_gap`; or never."""
+    interval_s: Annotated[float, Field(gt=0)] = 0.1
+    """Time between two looks at the queues."""
+    queue_gap: Annotated[int, Field(ge=0)] = 5
+    """Waiting calls by which two queues must differ, for the rule of that name."""
+    gain_margin: Annotated[float, Field(ge=0)] = 0.5
+    """Share of its cost that a move must gain beyond its cost, for `drain_time`."""
+    residence_s: Annotated[float, Field(ge=0)] = 2.0
+    """A policy that received an instance gives none away for so long."""
+    confirm: Annotated[int, Field(ge=1)] = 2
+    """Looks in a row that must agree on a move."""
+    forecast: bool = True
+    """After a batch move instances to where the next one is expected to need them."""
+
+
+class RolloutSection(_Section):
+    """How queries are worked on in parallel."""
+
+    max_concurrent_queries: Annotated[int, Field(ge=1)] | None = None
+    """Most groups in progress at once; unset means all, as far as the workers have room."""
+    max_concurrent_samples_per_query: Annotated[int, Field(ge=1)] | None = None
+    """Most samples of one group in progress at once; unset means all of them."""
+    balance: BalanceSection = BalanceSection()
+    """Moving inference instances between policies."""
+
+
 class TrainerPoolConfig(_Section):
     """Devices for training."""
 
@@ -374,6 +408,8 @@ class RunConfig(_Section):
     """Policies by name."""
     agents: dict[str, AgentConfig]
     """Agents by name."""
+    rollout: RolloutSection = RolloutSection()
+    """Rollout."""
     trainer: TrainerPoolConfig = TrainerPoolConfig()
     """Training devices."""
     pipeline: PipelineConfig = PipelineConfig()

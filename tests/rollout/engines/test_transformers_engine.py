@@ -243,3 +243,37 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_next_weights(
     assert list(results["b"].logprobs) == pytest.approx(
         reference_logprobs(model, [1, 2], list(results["b"].tokens)), abs=1e-5
     )
+
+
+def test_an_attempt_that_goes_on_from_kept_tokens_draws_what_it_would_have_drawn(tmp_path):
+    # A move changes no token: neither where it happens nor how often.
+    folder = make_model_folder(tmp_path / "model")
+    load = write_segment(tmp_path / "w", reference_model(folder, dtype=torch.float64), version=0)
+    engine = make_engine(folder, dtype="float64")
+    assert not engine.load(load).HasField("failure")
+    prompt, seed = [1, 2, 3], 77
+    engine.submit([request("whole", prompt, max_tokens=20, seed=seed)])
+    whole = drain(engine)["whole"]
+    assert len(whole.tokens) == 20
+    for num_kept in (1, 7, 19):
+        kept = list(whole.tokens[:num_kept])
+        rest = request("rest", prompt + kept, max_tokens=20 - num_kept, seed=seed)
+        rest.num_kept = num_kept
+        engine.submit([rest])
+        result = drain(engine)["rest"]
+        assert kept + list(result.tokens) == list(whole.tokens)
+        assert list(result.logprobs) == pytest.approx(list(whole.logprobs)[num_kept:], abs=1e-9)
+        assert result.finish_reason == whole.finish_reason
+
+
+def test_an_aborted_attempt_gives_back_what_it_has_drawn(tmp_path):
+    folder = make_model_folder(tmp_path / "model")
+    engine = make_engine(folder)
+    engine.load(write_segment(tmp_path / "w", reference_model(folder), version=0))
+    engine.submit([request("a", [1, 2], max_tokens=30, seed=5)])
+    for _ in range(4):
+        assert engine.step() == []
+    engine.abort(["a"])
+    (result,) = engine.step()
+    assert (result.finish_reason, len(result.tokens), len(result.logprobs)) == ("abort", 5, 5)
+    assert not result.HasField("failure")

@@ -48,6 +48,7 @@ def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 
                 replace_max=batch.replace_max,
                 on_replace_exhausted=batch.on_replace_exhausted,
                 filter_zero_variance=batch.filter_zero_variance,
+                redundant_samples=batch.redundant_samples,
             ),
             advantage=config.advantage.rule(),
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Protocol, assert_never
@@ -24,29 +25,38 @@ from flexmarl.core.dispatch_events import (
     Abort,
     Accept,
     AttemptFailed,
-    AttemptSucceeded,
     DispatchConfig,
     Duplicate,
     Effect,
     Event,
     Fail,
     InstanceChanged,
+    InstanceVacating,
+    Keep,
+    SampleEnded,
     Send,
     SetTimer,
     TimerFired,
+    Vacated,
     VertexCancelled,
     VertexReady,
     WeightsKnown,
 )
+from flexmarl.core.dispatch_records import PolicyBook
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.prefix_index import prefix_keys
 from flexmarl.rollout.dispatcher import rows
 from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
 from flexmarl.rollout.dispatcher.instances import InstanceBook
+from flexmarl.rollout.dispatcher.results import KeptTokens, event_of
 from flexmarl.rollout.dispatcher.samples import CallState, SampleState
 from flexmarl.rollout.dispatcher.writer import GraphWriter
 from flexmarl.runtime.run_config import RunConfig
 
 TRACE_LIMIT = 1_000_000
+
+PREFIX_CACHING = frozenset({"vllm"})
+"""Engines that keep what they computed of a prompt for the next one."""
 
 Trace = list[tuple[Event, float, list[Effect]]]
 
@@ -98,6 +108,10 @@ class CallDesk:
         self._writing: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._trained = frozenset(config.trained_policies())
+        self._caching = frozenset(
+            name for name, p in config.policies.items() if p.rollout.engine in PREFIX_CACHING
+        )
+        self._on_vacated: Callable[[str], None] = _nobody_waits
         self._loop = asyncio.get_running_loop()
 
     # What happens.
@@ -129,6 +143,9 @@ class CallDesk:
                 agent.timeout_s,
                 agent.max_attempts,
                 agent.infra_attempts,
+                spec.sample_id,
+                tuple(call.upstream_vertex_ids),
+                prefix_keys(call.prompt_tokens) if call.policy in self._caching else (),
             ),
             now,
         )
@@ -150,7 +167,14 @@ class CallDesk:
         for result in results:
             if result.attempt_id in self._writing:
                 continue  # it came again after a reconnect; it is acknowledged once it is stored
-            effects = self._post_result(result)
+            vertex_id = result.attempt_id.rpartition("#")[0]
+            state = self._calls.get(vertex_id)
+            num_kept = 0 if state is None or state.kept is None else len(state.kept.tokens)
+            effects = self._post(event_of(result, num_kept=num_kept), result=result)
+            instance = self._instances.get(result.instance_id)
+            if instance is not None:
+                instance.heard_at = now = self._loop.time()
+                instance.note_load(self._core.num_at(result.instance_id), now)
             accepted = [e for e in effects if type(e) is Accept]
             if accepted:
                 self._accept(accepted[0], result, session.host_id)
@@ -171,6 +195,18 @@ class CallDesk:
         """Weights of a version were announced."""
         self._post(event)
 
+    def vacate(self, instance_id: str) -> None:
+        """An instance shall give back what it works on; `on_vacated` is told when it has."""
+        self._post(InstanceVacating(instance_id))
+
+    def on_vacated(self, listener: Callable[[str], None]) -> None:
+        """Names who is told of instances that were vacated."""
+        self._on_vacated = listener
+
+    def sample_ended(self, sample_id: str, *, whole: bool) -> None:
+        """No further call of the sample comes."""
+        self._post(SampleEnded(sample_id, whole))
+
     def is_live(self, attempt_id: str) -> bool:
         """Whether the attempt's vertex still waits for a result."""
         return self._core.is_live(attempt_id.rpartition("#")[0])
@@ -179,9 +215,17 @@ class CallDesk:
         """Attempts at some instances."""
         return self._core.attempts_at(instance_ids)
 
-    def queue(self, policy: str) -> tuple[int, int]:
-        """Waiting and running vertices of a policy."""
-        return self._core.num_waiting(policy), self._core.num_running(policy)
+    def book(self, policy: str) -> PolicyBook:
+        """Running sums of a policy."""
+        return self._core.book(policy)
+
+    def demands(self) -> Mapping[str, float]:
+        """Average tokens that a sample costs of each policy."""
+        return self._core.learning.demands
+
+    def load_at(self, instance_id: str) -> int:
+        """Outstanding work at an instance, in tokens."""
+        return self._core.load_at(instance_id)
 
     def num_at(self, instance_id: str) -> int:
         """Vertices at an instance."""
@@ -194,7 +238,9 @@ class CallDesk:
 
     # Effects.
 
-    def _post(self, event: Event, now: float | None = None) -> list[Effect]:
+    def _post(
+        self, event: Event, now: float | None = None, *, result: GenerateResult | None = None
+    ) -> list[Effect]:
         now = self._loop.time() if now is None else now
         effects = self._core.handle(event, now)
         if self.trace is not None and len(self.trace) < TRACE_LIMIT:
@@ -205,8 +251,14 @@ class CallDesk:
                     self._send(effect, now)
                 case Accept():
                     pass  # executed by `results`, which has the tokens at hand
+                case Keep():
+                    assert result is not None, "only results are kept"
+                    self._keep(effect, result)
                 case Duplicate():
                     self.counters["duplicates"] += 1
+                case Vacated():
+                    # Later: it changes plans and instances, which this loop must not meet.
+                    self._loop.call_soon(self._on_vacated, effect.instance_id)
                 case Abort():
                     self._abort(effect, now)
                 case Fail():
@@ -217,35 +269,22 @@ class CallDesk:
                     assert_never(effect)
         return effects
 
-    def _post_result(self, result: GenerateResult) -> list[Effect]:
-        effects = self._post(self._event_of(result))
-        instance = self._instances.get(result.instance_id)
-        if instance is not None:
-            instance.heard_at = now = self._loop.time()
-            instance.note_load(self._core.num_at(result.instance_id), now)
-        return effects
-
-    def _event_of(self, result: GenerateResult) -> Event:
-        if result.HasField("failure") or result.finish_reason == "abort":
-            failure = result.failure
-            infrastructure = result.infrastructure or not result.HasField("failure")
-            return AttemptFailed(
-                result.attempt_id,
-                infrastructure,
-                failure.reason or ErrorReason.CANCELLED.value,
-                failure.message or "the attempt was aborted",
-            )
-        version = result.version
-        if any(run.version != version for run in result.version_runs):
-            version = -1
-        return AttemptSucceeded(result.attempt_id, version, result.weights_hash, len(result.tokens))
+    def _keep(self, effect: Keep, result: GenerateResult) -> None:
+        state = self._calls[effect.vertex_id]
+        if state.kept is None:
+            state.kept = KeptTokens()
+        state.kept.add(result)
+        self.counters["handed_over"] += 1
+        self.counters["handed_over_tokens"] += len(result.tokens)
 
     def _send(self, effect: Send, now: float) -> None:
         state = self._calls[effect.vertex_id]
         state.attempt = effect.attempt
         state.dispatched_unix_ns = time.time_ns()
-        if effect.attempt > 1:
+        if effect.attempt > 1 and not effect.num_kept:
             self.counters["retries"] += 1
+        if not effect.num_kept:
+            state.kept = None
         instance = self._instances.get(effect.instance_id)
         assert instance is not None
         instance.note_load(self._core.num_at(effect.instance_id), now)
@@ -253,7 +292,7 @@ class CallDesk:
         if session is None:
             return  # its host has just gone: the loss of the instance brings the vertex back
         call = state.call
-        session.outgoing.add().requests.add(
+        request = session.outgoing.add().requests.add(
             attempt_id=effect.attempt_id,
             instance_id=effect.instance_id,
             policy=call.policy,
@@ -262,6 +301,10 @@ class CallDesk:
             sampling=call.sampling,
             timeout_ms=max(int((state.deadline - now) * 1e3), 1),
         )
+        if state.kept is not None:
+            request.prompt_tokens.extend(state.kept.tokens)
+            request.sampling.max_tokens -= effect.num_kept
+            request.num_kept = effect.num_kept
 
     def _abort(self, effect: Abort, now: float) -> None:
         instance = self._instances.get(effect.instance_id)
@@ -277,6 +320,8 @@ class CallDesk:
         sample = state.sample
         sample.calls.pop(effect.vertex_id, None)
         policy = state.call.policy
+        if state.kept is not None:
+            result = state.kept.completed_by(result)
         row = rows.done_vertex(
             sample.spec,
             state.call,
@@ -369,3 +414,7 @@ class CallDesk:
         self._timer = None
         # The loop's clock may be a hair early; the core fires what is due by its own.
         self._post(TimerFired())
+
+
+def _nobody_waits(instance_id: str) -> None:
+    raise AssertionError(f"nobody asked instance {instance_id} to be vacated")

@@ -1,29 +1,30 @@
-"""The run's instances: which host runs what, and which weights are loaded when."""
+"""The run's instances: which host runs which, for which policy."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import ModelRef, PolicyManifest
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+    INSTANCE_STATE_EMPTY,
+    INSTANCE_STATE_STARTING,
     GenerateResult,
     HostHello,
     InstancePlan,
     InstanceSpec,
     InstanceStatus,
-    LoadWeights,
 )
+from flexmarl.core.balance_monitor import MoveCosts
 from flexmarl.core.dispatch_events import InstanceChanged, InstanceUse, WeightsKnown
 from flexmarl.core.errors import DomainError
 from flexmarl.core.placement import HostRoom, check_capacity, instance_id, place
-from flexmarl.core.weight_loads import Load, decide_loads
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.engine_options import engine_options
 from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
 from flexmarl.rollout.dispatcher.instances import Instance, InstanceBook
+from flexmarl.rollout.dispatcher.weight_orders import WeightOrders
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.spans import SpanRecorder
@@ -33,6 +34,11 @@ _log = get_logger(__name__)
 
 class Fleet:
     """Instances of one run; the listener of all hosts.
+
+    Attributes:
+        instances: What hosts say of them.
+        costs: How long loads and starts take.
+        bases: What the instances of each policy are built from.
 
     Args:
         run_id: Run.
@@ -59,19 +65,30 @@ class Fleet:
         open_versions: Callable[[], Mapping[int, int]],
     ) -> None:
         self.instances = instances
-        self.weights: dict[tuple[str, int], PolicyManifest] = {}
+        self.costs = MoveCosts()
         self._run_id = run_id
-        self._config = config
-        self._models = models
         self._shards = list(shards)
         self._term = term
         self._hosts = hosts
-        self._spans = spans
-        self._open_versions = open_versions
-        self._specs = _instance_specs(config, models, engine)
+        self._orders = WeightOrders(
+            run_id,
+            hosts=hosts,
+            instances=instances,
+            spans=spans,
+            costs=self.costs,
+            open_versions=open_versions,
+        )
+        self._forms = {name: _form(config, name, models[name], engine) for name in config.policies}
+        self.bases = {name: _base(form) for name, form in self._forms.items()}
         self._wanted = {name: p.rollout.instances for name, p in config.policies.items()}
+        self._assigned = {
+            instance_id(name, ordinal): name
+            for name, count in self._wanted.items()
+            for ordinal in range(count)
+        }
         self._desk: CallDesk | None = None
-        self._loading_since: dict[str, int] = {}
+        self._on_serving: Callable[[Instance], None] = _ignore
+        self._starting_since: dict[str, float] = {}
 
     def start(self, desk: CallDesk) -> None:
         """Asks the connected hosts for instances.
@@ -117,52 +134,38 @@ class Fleet:
     ) -> None:
         """Weights of a policy at a version may be loaded from now on."""
         assert self._desk is not None
-        self.weights[(policy, version)] = manifest
-        for key in [key for key in self.weights if key[0] == policy and key[1] < forget_below]:
-            del self.weights[key]
+        self._orders.announce(policy, version, manifest, forget_below=forget_below)
         self._desk.weights_known(WeightsKnown(policy, version, manifest.weights_hash, forget_below))
 
     def order_loads(self) -> None:
-        """Orders what is due; called whenever something that decides it has changed."""
-        now = asyncio.get_running_loop().time()
-        loads = decide_loads(
-            self.instances.weights(now),
-            open_versions=self._open_versions(),
-            weights={key: manifest.weights_hash for key, manifest in self.weights.items()},
-            now=now,
-        )
-        for load in loads:
-            self._order(load, now)
+        """Orders the loads that are due."""
+        self._orders.order()
 
-    def _order(self, load: Load, now: float) -> None:
-        _log.info(
-            "weights_ordered",
-            policy=load.policy,
-            version=load.version,
-            instances=load.instance_ids,
-            reason=load.reason,
-        )
-        manifest = self.weights[(load.policy, load.version)]
-        by_host: dict[str, list[str]] = {}
-        for name in load.instance_ids:
-            instance = self.instances.get(name)
-            assert instance is not None
-            by_host.setdefault(instance.host_id, []).append(name)
-            self._loading_since[name] = time.time_ns()
-        for host_id, names in by_host.items():
-            session = self._hosts.session(host_id)
-            if session is not None:
-                session.outgoing.add().loads.append(
-                    LoadWeights(
-                        run_id=self._run_id,
-                        instance_ids=names,
-                        policy=load.policy,
-                        version=load.version,
-                        weights=manifest.weights,
-                        weights_hash=manifest.weights_hash,
-                    )
-                )
-        self.instances.ordered(load, now)
+    # Moves.
+
+    def serving(self, policy: str) -> list[Instance]:
+        """Instances of a policy that take requests."""
+        return [i for i in self.instances if i.serving and policy in i.spec.policies]
+
+    def on_serving(self, listener: Callable[[Instance], None]) -> None:
+        """Names who is told of instances that take requests."""
+        self._on_serving = listener
+
+    def reassign(self, instance_id: str, policy: str) -> None:
+        """A vacated instance serves another policy from now on.
+
+        One that its host lost meanwhile does so when it is placed again.
+        """
+        assert self._desk is not None
+        self._assigned[instance_id] = policy
+        instance = self.instances.reassign(self._spec(instance_id))
+        if instance is None:
+            return
+        session = self._hosts.session(instance.host_id)
+        if session is not None:
+            self._send_plan(session)
+        self._changed(instance)
+        self.order_loads()
 
     # Hosts.
 
@@ -222,12 +225,25 @@ class Fleet:
                     message=status.failure.message,
                 )
             self._changed(instance)
-            started = self._loading_since.get(status.instance_id)
-            if started is not None and instance.requested is None:
-                del self._loading_since[status.instance_id]
-                name = f"load v{status.version}"
-                track = f"weights/{status.instance_id}"
-                self._spans.add(track, name, started / 1e9, time.time(), run=self._run_id)
+            self._orders.heard(instance)
+            self._learn_start(instance, now)
+            if instance.serving and self._holds_its_own(instance):
+                self._on_serving(instance)
+
+    def _learn_start(self, instance: Instance, now: float) -> None:
+        """How long engines take to start is what a move to another base model costs."""
+        if instance.status.state == INSTANCE_STATE_STARTING:
+            self._starting_since[instance.instance_id] = now
+        elif instance.status.state == INSTANCE_STATE_EMPTY:
+            since = self._starting_since.pop(instance.instance_id, None)
+            if since is not None:
+                self.costs.started(self.bases[instance.spec.policies[0]], now - since)
+
+    def _holds_its_own(self, instance: Instance) -> bool:
+        """Whether it serves weights of its own policy, not yet those of an earlier one."""
+        return self._orders.is_known(
+            instance.spec.policies[0], instance.status.version, instance.status.weights_hash
+        )
 
     def _changed(self, instance: Instance) -> None:
         assert self._desk is not None
@@ -243,16 +259,21 @@ class Fleet:
         rooms = self._rooms()
         here = {room.host_id for room in rooms}
         away = {name: host for name, host in hosts.items() if host not in here}
-        placed = place(self._wanted, rooms, hosts)
+        placed = place(self._assigned, rooms, hosts)
         for name, host_id in placed.items():
             if name in away:
                 continue
-            self.instances.set(self._specs[name], host_id, now)
+            self.instances.set(self._spec(name), host_id, now)
         for name in hosts.keys() - placed.keys() - away.keys():
             instance = self.instances.get(name)
             assert instance is not None
             self.instances.remove(name)
             self._desk.instance_changed(_gone(instance))
+
+    def _spec(self, instance_id: str) -> InstanceSpec:
+        spec = InstanceSpec(instance_id=instance_id)
+        spec.MergeFrom(self._forms[self._assigned[instance_id]])
+        return spec
 
     def _send_plan(self, session: HostSession) -> None:
         specs = [instance.spec for instance in self.instances.on_host(session.host_id)]
@@ -264,6 +285,10 @@ class Fleet:
         )
 
 
+def _ignore(_: Instance) -> None:
+    pass
+
+
 def _gone(instance: Instance) -> InstanceChanged:
     return InstanceChanged(
         instance_id=instance.instance_id,
@@ -272,22 +297,24 @@ def _gone(instance: Instance) -> InstanceChanged:
     )
 
 
-def _instance_specs(
-    config: RunConfig, models: Mapping[str, ModelRef], engine: str | None
-) -> dict[str, InstanceSpec]:
-    specs: dict[str, InstanceSpec] = {}
-    for name, policy in config.policies.items():
-        for ordinal in range(policy.rollout.instances):
-            spec = InstanceSpec(
-                instance_id=instance_id(name, ordinal),
-                policies=[name],
-                engine=engine or policy.rollout.engine,
-                model_path=models[name].path,
-                model_hash=models[name].content_hash,
-                max_concurrency=policy.rollout.max_concurrency,
-                dtype=policy.rollout.dtype,
-                max_context=policy.rollout.max_context or 0,
-                options=engine_options(config, name),
-            )
-            specs[spec.instance_id] = spec
-    return specs
+def _form(config: RunConfig, name: str, model: ModelRef, engine: str | None) -> InstanceSpec:
+    """What every instance of a policy is, but for its id."""
+    policy = config.policies[name]
+    return InstanceSpec(
+        policies=[name],
+        engine=engine or policy.rollout.engine,
+        model_path=model.path,
+        model_hash=model.content_hash,
+        max_concurrency=policy.rollout.max_concurrency,
+        dtype=policy.rollout.dtype,
+        max_context=policy.rollout.max_context or 0,
+        options=engine_options(config, name),
+    )
+
+
+def _base(form: InstanceSpec) -> str:
+    """What must be alike for an instance to change its policy by a weight load alone."""
+    base = InstanceSpec()
+    base.CopyFrom(form)
+    del base.policies[:]
+    return base.SerializeToString(deterministic=True).hex()

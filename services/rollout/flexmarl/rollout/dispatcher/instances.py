@@ -41,7 +41,7 @@ class Instance:
         host_id: Host that runs it.
         status: What the host said last.
         reachable: Whether its host is connected.
-        requested: Version it was told to load and has not answered about.
+        requested: Version and content it was told to load and has not answered about.
         requested_at: When.
         not_before: Time before which a refused load is not repeated.
         busy_since: Since when it has had a request; None while idle.
@@ -54,7 +54,7 @@ class Instance:
     host_id: str
     status: InstanceStatus = field(default_factory=InstanceStatus)
     reachable: bool = True
-    requested: int | None = None
+    requested: tuple[int, str] | None = None
     requested_at: float = 0.0
     not_before: float = 0.0
     busy_since: float | None = None
@@ -138,6 +138,23 @@ class InstanceBook:
                 spec, host_id, sampled_at=now, heard_at=now
             )
 
+    def reassign(self, spec: InstanceSpec) -> Instance | None:
+        """Gives an instance another policy; None for one that is not placed."""
+        instance = self._instances.get(spec.instance_id)
+        if instance is None:
+            return None
+        same = InstanceSpec()
+        same.CopyFrom(spec)
+        same.policies[:] = instance.spec.policies
+        if same != instance.spec:
+            # Its engine ends: what was heard of it is true no longer.
+            state = INSTANCE_STATE_STARTING
+            instance.status = InstanceStatus(instance_id=spec.instance_id, state=state)
+        instance.spec = spec
+        instance.requested = None
+        instance.not_before = 0.0
+        return instance
+
     def remove(self, instance_id: str) -> None:
         """Forgets an instance."""
         self._instances.pop(instance_id, None)
@@ -151,7 +168,10 @@ class InstanceBook:
             instance.heard_at = now
         instance.status = status
         restarted = status.state in (INSTANCE_STATE_STARTING, INSTANCE_STATE_DEAD)
-        served = status.state == INSTANCE_STATE_SERVING and status.version == instance.requested
+        served = (
+            status.state == INSTANCE_STATE_SERVING
+            and (status.version, status.weights_hash) == instance.requested
+        )
         refused = status.HasField("failure") and instance.requested is not None
         if restarted or served or refused:
             instance.requested = None
@@ -163,7 +183,8 @@ class InstanceBook:
         """Notes that a load was ordered."""
         for instance_id in load.instance_ids:
             instance = self._instances[instance_id]
-            instance.requested, instance.requested_at = load.version, now
+            instance.requested = (load.version, load.weights_hash)
+            instance.requested_at = now
 
     def weights(self, now: float) -> list[InstanceWeights]:
         """What instances that could load now hold."""

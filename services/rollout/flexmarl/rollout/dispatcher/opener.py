@@ -18,6 +18,7 @@ from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.fleet import Fleet
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.instances import InstanceBook
+from flexmarl.rollout.dispatcher.mover import Mover
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.workers import WorkerPool
 from flexmarl.rollout.dispatcher.writer import GraphWriter
@@ -118,13 +119,13 @@ class RunOpener:
             term=lambda: run.term,
             engine=self._config.engine,
             spans=spans,
-            open_versions=run.open_versions,
+            open_versions=run.flow.open_versions,
             **parts,
         )
         desk = CallDesk(
             config,
             writer=writer,
-            listener=run,
+            listener=run.flow,
             seed=config.seed,
             record=self._record_trace,
             **parts,
@@ -136,9 +137,17 @@ class RunOpener:
             max_samples=config.workflow.max_samples_per_worker,
             report_dir=_made(self._config.data_dir / "reports"),
             log=self._config.log,
-            listener=run,
+            listener=run.flow,
         )
-        run.wire(desk=desk, fleet=fleet, writer=writer, workers=workers)
+        mover = Mover(
+            row.run_id,
+            config.rollout.balance,
+            desk=desk,
+            fleet=fleet,
+            spans=spans,
+            open_versions=run.flow.open_versions,
+        )
+        run.wire(desk=desk, fleet=fleet, mover=mover, writer=writer, workers=workers)
         return run
 
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
 from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, SampleEnd
+from flexmarl.rollout.dispatcher.results import KeptTokens
 from flexmarl.rollout.dispatcher.workers import WorkerSlot
 
 
@@ -92,6 +93,7 @@ class CallState:
         deadline: When the call must have ended, on the loop's clock.
         dispatched_unix_ns: When its last attempt was sent; 0 before.
         attempt: Number of its last attempt.
+        kept: What moved attempts of it drew; None while its attempts start from nothing.
     """
 
     sample: SampleState
@@ -100,3 +102,4 @@ class CallState:
     deadline: float
     dispatched_unix_ns: int = 0
     attempt: int = 0
+    kept: KeptTokens | None = None

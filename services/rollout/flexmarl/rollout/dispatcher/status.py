@@ -17,7 +17,7 @@ def run_status(run: Run, incarnation: str) -> RolloutStatus:
         incarnation=incarnation,
         ready=not waits and run.fatal is None,
         version=max(run.version, 0),
-        num_open_samples=run.num_open,
+        num_open_samples=len(run.flow),
         instances=instance_statuses(run),
         counters={name: float(value) for name, value in run.desk.counters.items()},
         waits=waits,
@@ -25,8 +25,10 @@ def run_status(run: Run, incarnation: str) -> RolloutStatus:
         fatal=run.fatal,
     )
     for policy in run.config.policies:
-        waiting, running = run.desk.queue(policy)
-        status.queues[policy].CopyFrom(QueueStatus(num_waiting=waiting, num_running=running))
+        book = run.desk.book(policy)
+        status.queues[policy].CopyFrom(
+            QueueStatus(num_waiting=book.num_waiting, num_running=book.num_running)
+        )
     return status
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest
+from flexmarl.core.seeds import continued_seed
 from flexmarl.rollout.engines.http_json import JsonObject
 from flexmarl.rollout.engines.remote_engine import Response
 
@@ -24,7 +25,7 @@ def completion_body(request: GenerateRequest, *, max_tokens: int, seeded: bool) 
     if sampling.top_k:
         body["top_k"] = sampling.top_k
     if seeded:
-        body["seed"] = sampling.seed % (1 << 63)
+        body["seed"] = continued_seed(sampling.seed, num_kept=request.num_kept) % (1 << 63)
     return body
 
 

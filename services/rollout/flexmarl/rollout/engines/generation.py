@@ -49,6 +49,11 @@ class Generation:
         return "length" if len(self.tokens) >= self.limit else None
 
     @property
+    def counter(self) -> int:
+        """Index of the next token in the vertex' response: attempts that moved count, too."""
+        return self.request.num_kept + len(self.tokens)
+
+    @property
     def position(self) -> int:
         """Position of the newest drawn token."""
         return len(self.prompt) + len(self.tokens) - 1

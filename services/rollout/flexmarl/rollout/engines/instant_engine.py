@@ -84,14 +84,14 @@ class InstantEngine:
         )
         if refused is not None:
             return refused
-        seed = request.sampling.seed
+        first = request.sampling.seed + request.num_kept
         num_tokens = token_limit(request, max_context=self._admission.max_context)
         return GenerateResult(
             attempt_id=request.attempt_id,
             instance_id=request.instance_id,
             version=request.version,
             weights_hash=self._weights_hash,
-            tokens=[(seed + index) % _VOCAB_SIZE for index in range(num_tokens)],
+            tokens=[(first + index) % _VOCAB_SIZE for index in range(num_tokens)],
             logprobs=[0.0] * num_tokens,
             finish_reason="length",
             version_runs=version_run(version=request.version, num_tokens=num_tokens),

@@ -8,7 +8,8 @@ emulated second is `time_scale` seconds of wall time.
 The model behind it is the uniform distribution over the vocabulary: token t is drawn from the
 counter-based generator keyed (seed, t), each with log-probability -ln(vocabulary). So a repeated or
 a moved vertex has the same tokens, and a trainer that computes the same distribution sees ratios
-of 1. The length is the call's own `simulated.output_tokens`, which the dispatcher does not read.
+of 1. The length of the whole response is the call's own `simulated.output_tokens`, which the
+dispatcher does not read.
 """
 
 from __future__ import annotations
@@ -205,12 +206,15 @@ class SimulatedEngine:
         prefill_s = len(request.prompt_tokens) / options.prefill_tokens_per_s
         decode_rate = options.policies[self._policy].decode_tokens_per_s
         limit = self._limit(request)
+        # An attempt that goes on from kept tokens has its tool behind it, and so much less to draw.
+        tool_ms = 0 if request.num_kept else call.tool_ms
+        wanted = max(call.output_tokens - request.num_kept, 1) if call.output_tokens else limit
         return _Request(
             request=request,
             started_ns=time.time_ns(),
-            first_at=self._clock() + (call.tool_ms / 1e3 + prefill_s) * options.time_scale,
+            first_at=self._clock() + (tool_ms / 1e3 + prefill_s) * options.time_scale,
             token_s=options.time_scale / decode_rate,
-            num_tokens=min(call.output_tokens or limit, limit),
+            num_tokens=min(wanted, limit),
         )
 
     def _limit(self, request: GenerateRequest) -> int:
@@ -225,14 +229,15 @@ class SimulatedEngine:
 
     def _end(self, running: _Request, num_tokens: int, finish_reason: str) -> None:
         request, vocab_size = running.request, self._admission.vocab_size
-        seed = request.sampling.seed
+        seed, first = request.sampling.seed, request.num_kept
+        drawn = range(first, first + num_tokens)
         self._ended.append(
             GenerateResult(
                 attempt_id=request.attempt_id,
                 instance_id=request.instance_id,
                 version=request.version,
                 weights_hash=self._weights_hash,
-                tokens=[int(uniform(seed, t) * vocab_size) for t in range(num_tokens)],
+                tokens=[int(uniform(seed, t) * vocab_size) for t in drawn],
                 logprobs=[self._logprob] * num_tokens,
                 finish_reason=finish_reason,
                 version_runs=version_run(version=request.version, num_tokens=num_tokens),

@@ -197,7 +197,7 @@ class TransformersEngine:
         drawn = draw(
             logits,
             [generation.sampling for generation in rows],
-            [uniform(generation.seed, len(generation.tokens)) for generation in rows],
+            [uniform(generation.seed, generation.counter) for generation in rows],
         )
         now_ns = time.time_ns()
         leaving: list[int] = []

@@ -83,6 +83,7 @@ class AttemptBook:
         if running is None:
             return False
         self._per_instance[running.request.instance_id] -= 1
+        result.num_kept = running.request.num_kept
         self._ended[result.attempt_id] = result
         return True
 

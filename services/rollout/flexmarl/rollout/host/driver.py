@@ -96,6 +96,9 @@ class InstanceDriver:
         """Have these instances from now on."""
         await self._store.use(list(plan.shards))
         self._handle(plan_received(plan))
+        for spec in plan.instances:
+            if engine := self._engines.get(spec.instance_id):
+                engine.policies = tuple(spec.policies)
 
     def load(self, load: LoadWeights) -> None:
         """Make instances take weights over."""

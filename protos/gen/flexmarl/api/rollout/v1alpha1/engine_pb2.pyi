@@ -105,7 +105,10 @@ class ConnectEngineHostResponse(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___InstancePlan:
-        """Instances that the host shall have, from now on; sent after hello and when the set changes."""
+        """Instances that the host shall have, from now on; sent after hello and when the set changes. An
+        instance that differs in its policies only keeps its engine, which the next load gives weights
+        of the new policy; one that differs otherwise is started anew.
+        """
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadWeights]:
@@ -117,7 +120,7 @@ class ConnectEngineHostResponse(_message.Message):
 
     @_builtins.property
     def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Attempts to abort, by attempt id."""
+        """Attempts to abort, by attempt id; each ends with a result of what it has drawn so far."""
 
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -674,6 +677,7 @@ class GenerateRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Vertex id, "#", attempt number."""
     instance_id: _builtins.str
@@ -684,6 +688,12 @@ class GenerateRequest(_message.Message):
     """Version that must serve it; an instance at another one refuses."""
     timeout_ms: _builtins.int
     """Milliseconds that the host may take before it gives up."""
+    num_kept: _builtins.int
+    """How many of the last prompt tokens an earlier attempt of the vertex drew, on an instance that
+    was moved to another policy; 0 for an attempt that starts from nothing. sampling.max_tokens is
+    what is left. An engine that draws by counter goes on at this counter; any other one draws with
+    seeds.continued_seed(sampling.seed, num_kept), since the same seed would repeat the first draws.
+    """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, rendered once."""
@@ -702,10 +712,11 @@ class GenerateRequest(_message.Message):
         prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         timeout_ms: _builtins.int = ...,
+        num_kept: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "instance_id", b"instance_id", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "instance_id", b"instance_id", "num_kept", b"num_kept", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,6 +740,7 @@ class GenerateResult(_message.Message):
     INFRASTRUCTURE_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_NS_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Attempt."""
     instance_id: _builtins.str
@@ -745,6 +757,8 @@ class GenerateResult(_message.Message):
     """Start on the engine, Unix nanoseconds."""
     finished_unix_ns: _builtins.int
     """End on the engine, Unix nanoseconds."""
+    num_kept: _builtins.int
+    """num_kept of the request, which these tokens go on from; set by the host."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampled tokens."""
@@ -776,10 +790,11 @@ class GenerateResult(_message.Message):
         infrastructure: _builtins.bool = ...,
         started_unix_ns: _builtins.int = ...,
         finished_unix_ns: _builtins.int = ...,
+        num_kept: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "infrastructure", b"infrastructure", "instance_id", b"instance_id", "logprobs", b"logprobs", "started_unix_ns", b"started_unix_ns", "tokens", b"tokens", "version", b"version", "version_runs", b"version_runs", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "infrastructure", b"infrastructure", "instance_id", b"instance_id", "logprobs", b"logprobs", "num_kept", b"num_kept", "started_unix_ns", b"started_unix_ns", "tokens", b"tokens", "version", b"version", "version_runs", b"version_runs", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,248 @@
+"""Puts ready vertices on instances.
+
+Invariants:
+    A ready vertex waits only for capacity of its own policy and version (I2), and goes only to an
+    instance that serves its version with the weights that the version names (I4, I11). The running
+    sums of a policy equal what its vertices say.
+
+A *suspect*, a vertex under which instances keep dying, gets an instance for itself: it takes no
+other vertex down with it, and when the instance dies again there is no doubt why. It reserves the
+instance with the fewest requests, which empties and is then its own until it ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from random import Random
+
+from flexmarl.core.agent_learning import AgentLearning
+from flexmarl.core.dispatch_events import (
+    DispatchConfig,
+    Effect,
+    InstanceChanged,
+    InstanceUse,
+    Send,
+    attempt_id,
+)
+from flexmarl.core.dispatch_records import Instance, Lane, PolicyBook, Vertex
+from flexmarl.core.instance_pool import InstancePool
+from flexmarl.core.prefix_index import PrefixIndex
+from flexmarl.core.ready_queues import ReadyQueues
+
+
+class Assignment:
+    """See the module.
+
+    Args:
+        config: Numbers.
+        rng: Breaks ties.
+        learning: Expected lengths.
+        weights: Content by lane.
+
+    Attributes:
+        pool: Instances.
+        books: Running sums by policy.
+    """
+
+    def __init__(
+        self,
+        config: DispatchConfig,
+        rng: Random,
+        *,
+        learning: AgentLearning,
+        weights: Mapping[Lane, str],
+    ) -> None:
+        self.pool = InstancePool(rng, weights)
+        self.books: dict[str, PolicyBook] = {}
+        self._config = config
+        self._learning = learning
+        self._queues = ReadyQueues()
+        self._prefixes = PrefixIndex()
+        self._suspects: dict[Lane, deque[Vertex]] = {}
+
+    def book(self, policy: str) -> PolicyBook:
+        """The running sums of a policy."""
+        book = self.books.get(policy)
+        if book is None:
+            book = self.books[policy] = PolicyBook(policy)
+        return book
+
+    # Vertices.
+
+    def enqueue(self, vertex: Vertex) -> None:
+        """Lets a vertex wait for an instance."""
+        ready = vertex.ready
+        expected = self._learning.response_tokens(ready.agent, default=ready.max_tokens)
+        vertex.load = ready.num_prompt_tokens + round(max(expected, vertex.num_kept + 1))
+        book = self.book(ready.policy)
+        book.num_waiting += 1
+        book.waiting_tokens += vertex.load
+        if self._is_suspect(vertex):
+            vertex.waiting = True
+            self._suspects.setdefault(vertex.lane, deque()).append(vertex)
+        else:
+            self._queues.push(vertex)
+
+    def withdraw(self, vertex: Vertex) -> None:
+        """Takes a waiting vertex out."""
+        if self._is_suspect(vertex):
+            self._suspects[vertex.lane].remove(vertex)
+            vertex.waiting = False
+            for instance in self.pool:
+                if instance.reserved is vertex:
+                    instance.reserved = None
+                    self.pool.offer(instance)
+        else:
+            self._queues.take_out(vertex)
+        self._uncount_waiting(vertex)
+
+    def leave(self, vertex: Vertex, now: float) -> None:
+        """Takes a vertex off its instance, which is offered again."""
+        instance = vertex.instance
+        assert instance is not None
+        vertex.instance = None
+        vertex.leaving = False
+        del instance.running[vertex.ready.vertex_id]
+        instance.load -= vertex.load
+        book = self.book(vertex.ready.policy)
+        book.num_running -= 1
+        book.running_tokens -= vertex.load
+        if not instance.running:
+            book.count_busy(-1, now)
+        if vertex.alone:
+            vertex.alone = False
+            instance.reserved = None
+        self.pool.offer(instance)
+
+    def drain_policy(self, policy: str, now: float, effects: list[Effect]) -> None:
+        """Sends what can go now, of all versions."""
+        for lane in self._queues.lanes_of(policy):
+            self.drain(lane, now, effects)
+        if self._suspects:
+            for lane in sorted(lane for lane in self._suspects if lane[0] == policy):
+                self._drain_suspects(lane, now, effects)
+
+    def drain(self, lane: Lane, now: float, effects: list[Effect]) -> None:
+        """Sends waiting vertices of a lane while it has an open instance."""
+        while (vertex := self._queues.first(lane)) is not None:
+            instance = self.pool.least_loaded(lane, avoid=vertex.avoid)
+            if instance is None:
+                return
+            instance, cached, reason = self._choose(vertex, instance)
+            self._queues.take_out(vertex)
+            effects.append(self._send(vertex, instance, cached, reason, now))
+
+    def _choose(self, vertex: Vertex, least: Instance) -> tuple[Instance, int, str]:
+        """The instance of a vertex, the prompt tokens that it holds, and why it is that one."""
+        if vertex.avoid is not None:
+            same = vertex.avoid == least.instance_id
+            return least, 0, "retry_same" if same else "retry_elsewhere"
+        ready = vertex.ready
+        if not ready.prefix_keys:
+            return least, 0, "least_loaded"
+        holder, held_tokens = self._prefixes.find(ready.policy, ready.prefix_keys)
+        if holder is None:
+            return least, 0, "least_loaded"
+        if holder is least:
+            return least, held_tokens, "least_loaded"
+        near = holder.load - least.load <= self._config.prefix_margin_tokens
+        if near and holder.is_open and self.pool.serves(holder, vertex.lane):
+            return holder, held_tokens, "prefix"
+        return least, 0, "least_loaded"
+
+    def _send(
+        self, vertex: Vertex, instance: Instance, cached: int, reason: str, now: float
+    ) -> Send:
+        ready = vertex.ready
+        self._uncount_waiting(vertex)
+        vertex.attempt += 1
+        vertex.instance = instance
+        vertex.load = max(vertex.load - cached, 1)
+        book = self.book(ready.policy)
+        book.num_running += 1
+        book.running_tokens += vertex.load
+        if not instance.running:
+            book.count_busy(1, now)
+        instance.running[ready.vertex_id] = vertex
+        instance.load += vertex.load
+        if ready.prefix_keys:
+            self._prefixes.add(ready.policy, ready.prefix_keys, instance)
+        self.pool.offer(instance)
+        return Send(
+            attempt_id(ready.vertex_id, vertex.attempt),
+            ready.vertex_id,
+            vertex.attempt,
+            instance.instance_id,
+            ready.version,
+            reason,
+            vertex.num_kept,
+        )
+
+    def _drain_suspects(self, lane: Lane, now: float, effects: list[Effect]) -> None:
+        """Gives the first suspect of a lane its instance, once that is empty."""
+        suspects = self._suspects[lane]
+        while suspects:
+            vertex = suspects[0]
+            own = [instance for instance in self.pool if instance.reserved is vertex]
+            instance = own[0] if own else self.pool.least_busy(lane)
+            if instance is None:
+                return
+            if not own:
+                instance.reserved = vertex
+                self.pool.touch(instance)
+            if instance.running or not instance.usable:
+                return
+            suspects.popleft()
+            vertex.waiting = False
+            vertex.alone = True
+            effects.append(self._send(vertex, instance, 0, "suspect_alone", now))
+        del self._suspects[lane]
+
+    def _uncount_waiting(self, vertex: Vertex) -> None:
+        book = self.book(vertex.ready.policy)
+        book.num_waiting -= 1
+        book.waiting_tokens -= vertex.load
+
+    def _is_suspect(self, vertex: Vertex) -> bool:
+        return vertex.deaths >= self._config.suspect_deaths
+
+    # Instances.
+
+    def change(self, instance: Instance, event: InstanceChanged) -> None:
+        """Takes over what an instance is now; it is offered where it may be used."""
+        if instance.policies != event.policies:
+            for policy in instance.policies:
+                self.book(policy).num_instances -= 1
+            for policy in event.policies:
+                self.book(policy).num_instances += 1
+            instance.vacating = False
+        if instance.weights_hash != event.weights_hash:
+            instance.epoch += 1
+        instance.policies = event.policies
+        instance.capacity = event.capacity
+        instance.version = event.version
+        instance.weights_hash = event.weights_hash
+        instance.usable = event.use is InstanceUse.SERVING
+        self._release_reserved(instance)
+        self.pool.offer(instance)
+
+    def vacate(self, instance: Instance) -> None:
+        """An instance takes nothing new until its policies change."""
+        instance.vacating = True
+        self._release_reserved(instance)
+        self.pool.touch(instance)
+
+    def remove(self, instance: Instance) -> None:
+        """An instance is lost; whoever calls this takes its vertices off it."""
+        for policy in instance.policies:
+            self.book(policy).num_instances -= 1
+        instance.usable = False
+        instance.epoch += 1
+        self._release_reserved(instance)
+        self.pool.remove(instance)
+
+    def _release_reserved(self, instance: Instance) -> None:
+        """The instance changes: the suspect that waits for it looks for another one."""
+        if instance.reserved is not None and not instance.reserved.alone:
+            instance.reserved = None

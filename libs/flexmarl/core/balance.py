@@ -1,0 +1,172 @@
+"""When an instance moves from one policy to another, and why.
+
+Rules:
+    `drain_time`: the policy whose queue takes longest to drain gets an instance, when the longer of
+    the two drain times, its own and the giver's, falls by more than the move costs. Drain time is
+    outstanding tokens / (instances x tokens per second of one).
+    `queue_gap`: the longest queue gets one from the shortest when they differ by more than a gap
+    (FlexMARL, arXiv 2602.09578, section 3.2: 5).
+    `off`: never.
+
+Invariants: a policy never gives its last instance away (I10). One move is decided at a time. What
+was moved stays for `residence_s`: who received gives nothing away, who gave receives nothing from
+whom it gave to. A move must be right `confirm` times in a row. A move within one base model costs a
+weight load, another one the start of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Literal
+
+from flexmarl.core.balance_monitor import PolicyLoad
+
+Rule = Literal["drain_time", "queue_gap", "off"]
+
+_NEVER: Final = -1e18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceConfig:
+    """Numbers of the rule; see the module.
+
+    Attributes:
+        rule: When to move.
+        queue_gap: Waiting vertices by which queues must differ, for `queue_gap`.
+        gain_margin: Share of its cost that a move must gain beyond its cost, for `drain_time`.
+        residence_s: How long what was moved stays.
+        confirm: Decisions in a row that must agree.
+    """
+
+    rule: Rule = "drain_time"
+    queue_gap: int = 5
+    gain_margin: float = 0.5
+    residence_s: float = 2.0
+    confirm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move one instance.
+
+    Attributes:
+        giver: Policy that loses it.
+        receiver: Policy that gets it.
+        restart: Whether another base model must be started.
+        gain_s: Time that it saves, as far as the rule knows.
+        cost_s: Time that it takes.
+        reason: In words, with the figures that decided.
+    """
+
+    giver: str
+    receiver: str
+    restart: bool
+    gain_s: float
+    cost_s: float
+    reason: str
+
+
+class Balancer:
+    """Decides moves; see the module."""
+
+    def __init__(self, config: BalanceConfig) -> None:
+        self._config = config
+        self._received_at: dict[str, float] = {}
+        self._gave_at: dict[tuple[str, str], float] = {}
+        self._candidate: tuple[str, str] | None = None
+        self._seen = 0
+
+    def decide(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
+        """The move to make now, if any.
+
+        Args:
+            loads: All policies.
+            now: Seconds.
+        """
+        if self._config.rule == "off":
+            return None
+        by_gap = self._config.rule == "queue_gap"
+        rule = self._by_queue_gap if by_gap else self._by_drain_time
+        return self._confirmed(rule(loads, now))
+
+    def moved(self, giver: str, receiver: str, now: float) -> None:
+        """A move was begun."""
+        self._received_at[receiver] = now
+        self._gave_at[(giver, receiver)] = now
+        self._candidate = None
+
+    def _confirmed(self, move: Move | None) -> Move | None:
+        pair = None if move is None else (move.giver, move.receiver)
+        self._seen = self._seen + 1 if pair == self._candidate else 1
+        self._candidate = pair
+        return move if self._seen >= self._config.confirm else None
+
+    def _by_drain_time(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
+        receiver, before_s = None, 0.0
+        for load in loads:
+            if load.num_waiting:
+                drain_s = _drain_s(load, load.num_instances)
+                if drain_s > before_s:
+                    receiver, before_s = load, drain_s
+        if receiver is None:
+            return None
+        after_s = _drain_s(receiver, receiver.num_instances + 1)
+        margin = 1.0 + self._config.gain_margin
+        best, best_gain_s, best_net_s, best_cost_s = None, 0.0, 0.0, 0.0
+        for load in loads:
+            if load.num_instances < 2 or load is receiver:
+                continue
+            gain_s = before_s - max(after_s, _drain_s(load, load.num_instances - 1))
+            cost_s = receiver.load_s if load.base == receiver.base else receiver.restart_s
+            net_s = gain_s - margin * cost_s
+            if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
+                best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s
+        if best is None:
+            return None
+        why = (
+            f"drain_time: {receiver.policy} takes {before_s:.2f} s with {receiver.num_instances} "
+            f"instances; the longer of both falls by {best_gain_s:.2f} s for {best_cost_s:.2f} s"
+        )
+        return _move(best, receiver, best_gain_s, best_cost_s, why)
+
+    def _by_queue_gap(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
+        receiver = max(loads, key=lambda load: load.num_waiting, default=None)
+        if receiver is None:
+            return None
+        givers = [
+            load
+            for load in loads
+            if load.num_instances > 1
+            and receiver.num_waiting - load.num_waiting > self._config.queue_gap
+            and self._may_move(load.policy, receiver.policy, now)
+        ]
+        giver = min(givers, key=lambda load: (load.num_waiting, load.work_tokens), default=None)
+        if giver is None:
+            return None
+        gap = receiver.num_waiting - giver.num_waiting
+        cost_s = receiver.load_s if giver.base == receiver.base else receiver.restart_s
+        why = f"queue_gap: {receiver.num_waiting} wait for {receiver.policy}, {gap} more"
+        return _move(giver, receiver, 0.0, cost_s, why)
+
+    def _may_move(self, giver: str, receiver: str, now: float) -> bool:
+        """Whether the newest moves of the two are old enough."""
+        settled = now - self._config.residence_s
+        return (
+            self._received_at.get(giver, _NEVER) <= settled
+            and self._gave_at.get((receiver, giver), _NEVER) <= settled
+        )
+
+
+def _drain_s(load: PolicyLoad, num_instances: int) -> float:
+    if num_instances <= 0:
+        return inf if load.work_tokens else 0.0
+    return load.work_tokens / (num_instances * load.tokens_per_s)
+
+
+def _move(
+    giver: PolicyLoad, receiver: PolicyLoad, gain_s: float, cost_s: float, reason: str
+) -> Move:
+    restart = giver.base != receiver.base
+    return Move(giver.policy, receiver.policy, restart, gain_s, cost_s, reason)

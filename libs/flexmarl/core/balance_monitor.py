@@ -1,0 +1,136 @@
+"""How much each policy has to do, and how fast its instances do it.
+
+Reads the running sums that the dispatcher keeps, so that looking at a thousand instances costs what
+looking at their policies costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import exp
+from typing import Final, NamedTuple
+
+from flexmarl.core.dispatch_records import PolicyBook
+
+DEFAULT_TOKENS_PER_S: Final = 1000.0
+"""Rate of an instance before any was seen; the same for all, so that only work is compared."""
+
+_MEMORY_S: Final = 10.0
+"""Busy seconds after which a rate is worth a third of a new one."""
+
+
+class PolicyLoad(NamedTuple):
+    """A policy at one moment.
+
+    Attributes:
+        policy: Policy.
+        base: What its instances are built from: moves within a base change weights only.
+        num_instances: Instances that serve it, or will once they have loaded.
+        num_waiting: Ready vertices without an instance.
+        work_tokens: Outstanding work, waiting and running.
+        tokens_per_s: What one instance does.
+        load_s: Expected time in which an instance takes its weights over.
+        restart_s: Expected time in which an engine of its base starts, weights included.
+    """
+
+    policy: str
+    base: str
+    num_instances: int
+    num_waiting: int
+    work_tokens: int
+    tokens_per_s: float
+    load_s: float
+    restart_s: float
+
+
+class _Rate:
+    """Tokens per busy second, over the recent past."""
+
+    __slots__ = ("busy_s", "done_tokens", "recent_s", "recent_tokens")
+
+    def __init__(self) -> None:
+        self.done_tokens = 0
+        self.busy_s = 0.0
+        self.recent_tokens = 0.0
+        self.recent_s = 0.0
+
+    def update(self, done_tokens: int, busy_s: float) -> float:
+        passed_s = busy_s - self.busy_s
+        if passed_s > 0.0:
+            kept = exp(-passed_s / _MEMORY_S)
+            self.recent_tokens = kept * self.recent_tokens + done_tokens - self.done_tokens
+            self.recent_s = kept * self.recent_s + passed_s
+            self.done_tokens, self.busy_s = done_tokens, busy_s
+        return self.recent_tokens / self.recent_s if self.recent_tokens else DEFAULT_TOKENS_PER_S
+
+
+class MoveCosts:
+    """What moving costs, learnt from the loads and starts that were seen.
+
+    Args:
+        load_s: First guess for taking over weights.
+        restart_s: First guess for starting an engine.
+        rate: Share of the newest value in an average.
+    """
+
+    def __init__(self, *, load_s: float = 0.5, restart_s: float = 20.0, rate: float = 0.3) -> None:
+        self._rate = rate
+        self._first = {"load": load_s, "restart": restart_s}
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def load_s(self, policy: str) -> float:
+        """Time in which an instance takes over a policy's weights."""
+        return self._seen.get(("load", policy), self._first["load"])
+
+    def restart_s(self, base: str) -> float:
+        """Time in which an engine of a base starts."""
+        return self._seen.get(("restart", base), self._first["restart"])
+
+    def loaded(self, policy: str, took_s: float) -> None:
+        """An instance has taken over a policy's weights."""
+        self._learn(("load", policy), took_s)
+
+    def started(self, base: str, took_s: float) -> None:
+        """An engine of a base has started."""
+        self._learn(("restart", base), took_s)
+
+    def _learn(self, key: tuple[str, str], took_s: float) -> None:
+        known = self._seen.get(key, took_s)
+        self._seen[key] = known + self._rate * (took_s - known)
+
+
+class Monitor:
+    """Turns running sums into loads.
+
+    Args:
+        bases: Base of each policy's instances.
+        book: The running sums of a policy.
+        costs: What moving costs.
+    """
+
+    def __init__(
+        self,
+        bases: Mapping[str, str],
+        *,
+        book: Callable[[str], PolicyBook],
+        costs: MoveCosts,
+    ) -> None:
+        self._costs = costs
+        self._watched = [(name, bases[name], book(name), _Rate()) for name in sorted(bases)]
+
+    def observe(self, now: float) -> list[PolicyLoad]:
+        """Loads of all policies, by name."""
+        load_s, restart_s = self._costs.load_s, self._costs.restart_s
+        return [
+            PolicyLoad(
+                policy,
+                base,
+                book.num_instances,
+                book.num_waiting,
+                book.waiting_tokens + book.running_tokens,
+                rate.update(book.done_tokens, book.busy_until(now)),
+                load_s(policy),
+                restart_s(base),
+            )
+            for policy, base, book, rate in self._watched
+        ]

@@ -1,0 +1,390 @@
+"""The samples of a run, from admission to their stored end.
+
+    start -> row OPEN stored -> (version active) -> admitted -> (stored vertices read) -> worker
+    worker: calls -> CallDesk -> instance -> store -> answer ...  end -> rows stored -> forgotten
+
+Each stage waits for one thing: the store's acknowledgement, ActivateVersion, a place among the
+samples in progress, room in a worker, the worker's end (at latest sample_timeout_s later), the last
+row that is being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Final, Protocol
+
+from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+    WRITE_OUTCOME_ACCEPTED,
+    WRITE_OUTCOME_DUPLICATE,
+)
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+    CallAnswer,
+    SampleEnd,
+    WorkerEvent,
+    WorkerSample,
+)
+from flexmarl.core.admission import Admission
+from flexmarl.core.errors import ErrorReason
+from flexmarl.rollout.dispatcher import rows
+from flexmarl.rollout.dispatcher.call_desk import CallDesk
+from flexmarl.rollout.dispatcher.samples import SampleState, Stage
+from flexmarl.rollout.dispatcher.stored import StoredRows
+from flexmarl.rollout.dispatcher.workers import WorkerPool, WorkerSlot
+from flexmarl.rollout.dispatcher.writer import GraphWriter
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.logging import get_logger
+
+_FATAL: Final = frozenset(
+    (
+        ErrorReason.UNKNOWN_AGENT.value,
+        ErrorReason.NOT_BUILT.value,
+        ErrorReason.WORKFLOW_IMPORT_FAILED.value,
+        ErrorReason.MODEL_INVALID.value,
+    )
+)
+"""Failures of a sample that every other sample would meet, too."""
+
+_log = get_logger(__name__)
+
+
+class FlowListener(Protocol):
+    """Who the samples are run for."""
+
+    def run_failed(self, failure: Failure) -> None:
+        """The run cannot go on."""
+        ...
+
+    def version_done(self) -> None:
+        """The last open sample of a version has ended."""
+        ...
+
+
+class SampleFlow:
+    """See the module; listens to workers and to calls.
+
+    Attributes:
+        version: Active version; -1 before the first.
+
+    Args:
+        stored: Reads what is stored.
+        background: Owns tasks.
+        listener: Told what concerns the whole run.
+        admission: Bounds queries and samples in progress.
+        max_crashes: How often one sample may crash its worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        stored: StoredRows,
+        background: Background,
+        listener: FlowListener,
+        admission: Admission,
+        max_crashes: int,
+    ) -> None:
+        self.version = -1
+        self._admission = admission
+        self._stored = stored
+        self._background = background
+        self._listener = listener
+        self._max_crashes = max_crashes
+        self._samples: dict[str, SampleState] = {}
+        self._ended: dict[str, None] = {}
+        self._open: Counter[int] = Counter()
+        self._loop = asyncio.get_running_loop()
+
+    def wire(self, *, desk: CallDesk, writer: GraphWriter, workers: WorkerPool) -> None:
+        """Takes the parts that call back."""
+        self._desk = desk
+        self._writer = writer
+        self._workers = workers
+
+    def __len__(self) -> int:
+        """Samples admitted and not ended."""
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[SampleState]:
+        return iter(self._samples.values())
+
+    def open_versions(self) -> Counter[int]:
+        """Number of open samples by version."""
+        return self._open
+
+    # The orchestrator's side.
+
+    def start(self, specs: Iterable[SampleSpec]) -> None:
+        """Admits samples; known ones are left alone."""
+        for spec in specs:
+            if spec.sample_id in self._samples or spec.sample_id in self._ended:
+                continue
+            sample = self._samples[spec.sample_id] = SampleState(spec)
+            self._open[spec.version] += 1
+            self._writer.sample(rows.open_sample(spec), [], partial(self._opened, sample))
+
+    def cancel(self, sample_ids: Iterable[str]) -> None:
+        """Cuts samples; unknown ones are ignored."""
+        for sample_id in sample_ids:
+            sample = self._samples.get(sample_id)
+            if sample is None or sample.end is not None:
+                continue
+            sample.cancelled = True
+            if sample.slot is not None:
+                sample.slot.outgoing.add().cancel_sample_ids.append(sample_id)
+            elif sample.stage is Stage.WAITING or self._workers.withdraw(sample_id):
+                self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
+
+    def activate(self, version: int) -> None:
+        """Samples of a version may run."""
+        self.version = version
+        self._ended = {i: None for i in self._ended if self._is_recent(i)}
+        for sample in list(self._samples.values()):
+            if sample.stage is Stage.WAITING:
+                self._go(sample)
+
+    def _is_recent(self, sample_id: str) -> bool:
+        # Ids start with the batch, and a batch is sampled at the version of its number.
+        return int(sample_id[1:].partition("a")[0]) >= self.version - 1
+
+    # From admission to the worker.
+
+    def _opened(self, sample: SampleState, outcome: int) -> None:
+        if outcome == WRITE_OUTCOME_DUPLICATE:
+            self._forget(sample)  # it ended before this dispatcher was started
+            return
+        sample.resumed = outcome != WRITE_OUTCOME_ACCEPTED
+        sample.stage = Stage.WAITING
+        self._go(sample)
+
+    def _go(self, sample: SampleState) -> None:
+        """Brings a sample into a worker, as far as it can go now."""
+        if sample.spec.version > self.version and not sample.cancelled:
+            sample.stage = Stage.WAITING
+        elif sample.cancelled:
+            self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
+        else:
+            sample.stage = Stage.WAITING
+            spec = sample.spec
+            order = (spec.batch, spec.group_ordinal)
+            offered = self._admission.offer(spec.sample_id, group_id=spec.group_id, order=order)
+            self._begin(offered)
+
+    def _begin(self, admitted: list[str]) -> None:
+        """Gives samples that have their place to workers, what is stored of them read before."""
+        for sample_id in admitted:
+            sample = self._samples[sample_id]
+            if sample.resumed:
+                sample.stage = Stage.READING
+                self._background.start(f"read {sample_id}", self._read(sample))
+            else:
+                self._submit(sample, [])
+
+    async def _read(self, sample: SampleState) -> None:
+        """Reads what is stored of a sample; waits for a place among the reads and for the store."""
+        graph = await self._stored.graph(sample.spec.sample_id)
+        if self._samples.get(sample.spec.sample_id) is not sample:
+            return
+        if graph.sample.status not in (
+            common_pb2.SAMPLE_STATUS_OPEN,
+            common_pb2.SAMPLE_STATUS_UNSPECIFIED,
+        ):
+            self._forget(sample)
+            return
+        finished = (common_pb2.VERTEX_STATUS_DONE, common_pb2.VERTEX_STATUS_FAILED)
+        stored = [vertex for vertex in graph.vertices if vertex.meta.status in finished]
+        for vertex in stored:
+            if vertex.meta.status == common_pb2.VERTEX_STATUS_DONE:
+                sample.done.add(vertex.meta.vertex_id)
+                _count(sample, vertex)
+        self._desk.counters["replayed"] += len(stored)
+        self._submit(sample, stored)
+
+    def _submit(self, sample: SampleState, stored: list[Vertex]) -> None:
+        if sample.cancelled:
+            self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
+            return
+        sample.stage = Stage.RUNNING
+        sample.started_unix_ns = sample.started_unix_ns or time.time_ns()
+        sample.started_at = self._loop.time()
+        self._workers.submit(WorkerSample(spec=sample.spec, stored=stored), crashes=sample.crashes)
+
+    # The workers' side.
+
+    def worker_event(self, slot: WorkerSlot, event: WorkerEvent) -> None:
+        """A frame of a worker, its parts in the order in which they depend on each other."""
+        for vertex in event.tools:
+            self._tool(vertex)
+        for call in event.calls:
+            sample = self._running(call.sample_id)
+            if sample is not None:
+                self._desk.call(sample, call)
+        for vertex_id in event.cancelled_vertex_ids:
+            self._desk.cut(vertex_id, keep_row=True)
+        for end in event.ends:
+            sample = self._running(end.sample_id)
+            self._workers.ended(slot, end.sample_id)
+            if sample is not None:
+                self._ends(sample, end)
+
+    def worker_took(self, slot: WorkerSlot, sample_id: str) -> None:
+        """A sample was given to a worker."""
+        self._samples[sample_id].slot = slot
+
+    def worker_ready(self, failure: Failure | None) -> None:
+        """A worker has imported the workflow, or cannot."""
+        if failure is not None:
+            self._listener.run_failed(failure)
+
+    def worker_died(self, sample_ids: list[str], culprit: Failure | None) -> None:
+        """A worker ended: its samples run again, from what is stored; a culprit fails."""
+        self._desk.counters["worker_deaths"] += 1
+        guilty = "" if culprit is None else culprit.metadata["sample_id"]
+        for sample_id in sample_ids:
+            sample = self._samples.get(sample_id)
+            if sample is None or sample.end is not None:
+                continue
+            for vertex_id in list(sample.calls):
+                self._desk.cut(vertex_id, keep_row=False)
+            sample.slot = None
+            if culprit is None:
+                sample.crashes += 1
+            if sample_id == guilty:
+                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, culprit)
+            elif sample.crashes > self._max_crashes:
+                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, self._poisonous(sample))
+            else:
+                self._restart(sample)
+
+    def _poisonous(self, sample: SampleState) -> Failure:
+        message = (
+            f"sample {sample.spec.sample_id}: its worker died {sample.crashes} times "
+            f"(worker_restarts = {self._max_crashes}); see the worker's log"
+        )
+        return Failure(reason=ErrorReason.CHILD_DIED, message=message)
+
+    def _restart(self, sample: SampleState) -> None:
+        sample.forget_progress()
+        sample.resumed = True
+        sample.stage = Stage.READING
+        if sample.writing == 0:
+            self._go(sample)
+        # Else `row_stored` goes on: what is being written must be found by the read.
+
+    def _running(self, sample_id: str) -> SampleState | None:
+        sample = self._samples.get(sample_id)
+        return sample if sample is not None and sample.stage is Stage.RUNNING else None
+
+    def _tool(self, vertex: Vertex) -> None:
+        sample = self._running(vertex.meta.sample_id)
+        if sample is None:
+            return
+        if vertex.meta.status == common_pb2.VERTEX_STATUS_DONE:
+            sample.done.add(vertex.meta.vertex_id)
+            sample.num_vertices += 1
+        self._desk.counters["tools"] += 1
+        sample.writing += 1
+
+        def stored(_: int) -> None:
+            sample.writing -= 1
+            self.row_stored(sample)
+
+        self._writer.vertex(vertex, stored)
+
+    # The calls' side.
+
+    def call_answered(self, sample: SampleState, answer: CallAnswer) -> None:
+        """A call has its stored answer."""
+        if sample.slot is not None and sample.stage is Stage.RUNNING:
+            sample.slot.outgoing.add().answers.append(answer)
+
+    def row_found(self, sample: SampleState, vertex_id: str, agent: str) -> None:
+        """A call's row was stored before with other content: that is what it is answered with."""
+        if sample.slot is not None and sample.end is None:
+            self._background.start(
+                f"read {vertex_id}", self._answer_stored(sample, vertex_id, agent)
+            )
+
+    async def _answer_stored(self, sample: SampleState, vertex_id: str, agent: str) -> None:
+        self.call_answered(sample, await self._stored.answer(vertex_id, agent))
+
+    def row_stored(self, sample: SampleState) -> None:
+        """One row less is being written: whoever waited for the last one goes on."""
+        if sample.writing:
+            return
+        if sample.end is not None and sample.stage is Stage.RUNNING:
+            self._write_end(sample)
+        elif sample.stage is Stage.READING and sample.slot is None and sample.resumed:
+            self._go(sample)
+
+    # The end.
+
+    def _end_here(
+        self,
+        sample: SampleState,
+        status: common_pb2.SampleStatus.ValueType,
+        failure: Failure | None = None,
+    ) -> None:
+        """Ends a sample that no worker will end."""
+        sample.stage = Stage.RUNNING
+        end = SampleEnd(sample_id=sample.spec.sample_id, status=status, failure=failure)
+        self._ends(sample, end)
+
+    def _ends(self, sample: SampleState, end: SampleEnd) -> None:
+        sample.end = end
+        if end.failure.reason in _FATAL:
+            self._listener.run_failed(end.failure)
+        for vertex_id in list(sample.calls):
+            self._desk.cut(vertex_id, keep_row=True)
+        whole = end.status == common_pb2.SAMPLE_STATUS_DONE
+        self._desk.sample_ended(sample.spec.sample_id, whole=whole)
+        if sample.writing == 0:
+            self._write_end(sample)
+
+    def _write_end(self, sample: SampleState) -> None:
+        end = sample.end
+        assert end is not None
+        sample.stage = Stage.ENDING
+        sample.slot = None
+        now_ns = time.time_ns()
+        row = rows.ended_sample(
+            sample.spec,
+            end,
+            num_vertices=sample.num_vertices,
+            versions=(max(sample.min_version, 0), max(sample.max_version, 0)),
+            started_unix_ns=sample.started_unix_ns or now_ns,
+            finished_unix_ns=now_ns,
+        )
+        name = common_pb2.SampleStatus.Name(end.status).removeprefix("SAMPLE_STATUS_").lower()
+        self._desk.counters[f"samples_{name}"] += 1
+        if end.HasField("failure"):
+            _log.warning(
+                "sample_failed",
+                sample=sample.spec.sample_id,
+                reason=end.failure.reason,
+                message=end.failure.message,
+            )
+        self._writer.sample(row, sample.cut, lambda _: self._forget(sample))
+
+    def _forget(self, sample: SampleState) -> None:
+        version = sample.spec.version
+        self._samples.pop(sample.spec.sample_id, None)
+        self._ended[sample.spec.sample_id] = None
+        self._begin(self._admission.ended(sample.spec.sample_id, group_id=sample.spec.group_id))
+        self._open[version] -= 1
+        if self._open[version] <= 0:
+            del self._open[version]
+            self._listener.version_done()
+
+
+def _count(sample: SampleState, vertex: Vertex) -> None:
+    if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT:
+        sample.count(vertex.meta.policy_version)
+    else:
+        sample.num_vertices += 1

@@ -1,0 +1,67 @@
+"""Reading what a run has stored, patiently: a store that is away is told of and asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from flexmarl.api.common.v1alpha1.common_pb2 import VertexRef
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL, GetSampleGraphResponse
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer
+from flexmarl.client.store import StoreClient
+from flexmarl.core.errors import DomainError, ErrorFamily
+
+MAX_READS: Final = 16
+RETRY_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+class StoredRows:
+    """See the module; at most `MAX_READS` graphs are read at a time.
+
+    Args:
+        store: The store.
+        run_id: The run.
+        on_trouble: Told of each failure.
+    """
+
+    def __init__(
+        self, store: StoreClient, *, run_id: str, on_trouble: Callable[[DomainError], None]
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._on_trouble = on_trouble
+        self._reads = asyncio.Semaphore(MAX_READS)
+
+    async def graph(self, sample_id: str) -> GetSampleGraphResponse:
+        """A sample with its vertices; waits for a place among the reads, and for the store."""
+        async with self._reads:
+            return await self._patiently(
+                lambda: self._store.get_sample_graph(self._run_id, sample_id, view=VERTEX_VIEW_FULL)
+            )
+
+    async def answer(self, vertex_id: str, agent: str) -> CallAnswer:
+        """What a stored vertex answers its call with; waits for the store."""
+        ref = VertexRef(vertex_id=vertex_id, agent=agent)
+        (vertex,) = await self._patiently(
+            lambda: self._store.get_vertices(self._run_id, [ref], view=VERTEX_VIEW_FULL)
+        )
+        return CallAnswer(
+            vertex_id=vertex_id,
+            tokens=vertex.payload.response_tokens,
+            finish_reason=vertex.meta.finish_reason,
+            failure=vertex.meta.failure if vertex.meta.HasField("failure") else None,
+        )
+
+    async def _patiently(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Repeats a read while the store is away, until the run is closed."""
+        while True:
+            try:
+                return await read()
+            except DomainError as error:
+                self._on_trouble(error)
+                if error.reason.family is not ErrorFamily.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(RETRY_S)
