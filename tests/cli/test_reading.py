@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+import duckdb
+import pyarrow.parquet as pq
 import pytest
 import torch
 from cli.conftest import RunFiles
@@ -25,6 +27,7 @@ from flexmarl.cli.cluster.plan import STORE, ClusterSettings
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.runs import RunSource, store_run
 from flexmarl.client.store import StoreClient
+from flexmarl.client.trajectory_schema import TABLES
 
 RUN = "team-1"
 POLICIES = ("splitter", "sorter", "merger")
@@ -226,3 +229,120 @@ def test_stored_runs_are_read_without_a_cluster(tmp_path, monkeypatch, capsys):
     assert not ended.value.code
     assert capsys.readouterr().out == "no runs are stored here\n"
     assert not folder.cluster_file.exists()
+
+
+def test_vertices_by_filter_as_json(flexmarl):
+    code, out, err = flexmarl("vertices", RUN, "--agent", "sorter", "--order", "tokens", "--json")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert [row["agent"] for row in rows] == ["sorter", "sorter"]
+    assert rows[0]["sample"] == SAMPLE_ID
+    code, out, _ = flexmarl("vertices", RUN, "--version", "1..", "--json")
+    assert json.loads(out) == []
+    code, out, _ = flexmarl("vertices", RUN, "--limit", "1")
+    assert "there are more" in out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--version", "x"),
+        ("--version", "-1"),
+        ("--reward", "nan"),
+        ("--status", "asleep"),
+        ("--void", "bored"),
+        ("--order", "beauty"),
+        ("--since", "yesterday"),
+    ],
+)
+def test_bad_filter_names_its_option(flexmarl, options):
+    code, _, err = flexmarl("vertices", RUN, *options)
+    assert code == 2
+    assert options[0] in err
+    assert options[1] in err
+
+
+def test_graph_shows_critical_path_and_neighbours(flexmarl):
+    code, out, err = flexmarl("graph", RUN, SAMPLE_ID, "--critical-path")
+    assert code == 0, err
+    assert "critical path" in out
+    code, out, err = flexmarl("graph", RUN, SAMPLE_ID, "--around", "0.1:0", "--json")
+    assert code == 0, err
+    assert [v["path"] for v in json.loads(out)["vertices"]] == ["0:0", "0.1:0", "0:1"]
+    code, _, err = flexmarl("graph", RUN, SAMPLE_ID, "--around", "9:9")
+    assert code == 2
+    assert "9:9" in err
+
+
+def test_agents_shows_calls_and_degrees(flexmarl):
+    code, out, err = flexmarl("agents", RUN, "--json")
+    assert code == 0, err
+    sorter = next(agent for agent in json.loads(out) if agent["agent"] == "sorter")
+    assert (sorter["calls"], sorter["share"], sorter["max_per_sample"]) == (2, 0.5, 2)
+
+
+def test_counts_recounts_committed_batches(flexmarl):
+    code, out, err = flexmarl("counts", RUN, "--json")
+    assert code == 1, err  # the recorded rows belong to no consumed micro-batch
+    rows = json.loads(out)
+    assert {row["policy"] for row in rows} == set(POLICIES)
+    assert all(row["unaccounted"] == row["finished"] for row in rows)
+
+
+@pytest.mark.parametrize("format_", ["parquet", "jsonl"])
+def test_export_trajectories_opens_with_duckdb_and_pyarrow(flexmarl, tmp_path, format_):
+    out = tmp_path / "tables"
+    code, said, err = flexmarl("export-trajectories", RUN, "--out", str(out), "--format", format_)
+    assert code == 0, err
+    assert said == f"{out}: 1 groups, 1 samples, 4 vertices, 4 edges\n"
+    tables = {name: f"'{out}/{name}.{format_}'" for name in TABLES}
+    with duckdb.connect() as db:
+        for name, columns in TABLES.items():
+            described = db.execute(f"describe select * from {tables[name]}").fetchall()
+            assert [line[0] for line in described] == [column.name for column in columns]
+        rows = db.execute(
+            f"select v.path, v.response_tokens, v.logprobs, v.output_text, s.team_reward "
+            f"from {tables['vertices']} v join {tables['samples']} s using (sample_id) "
+            f"where v.agent = 'sorter' order by v.path"
+        ).fetchall()
+        assert rows == [(path, [1, 2], [-0.5, -0.25], "1>", 0.75) for path in ("0.0:0", "0.1:0")]
+        joined = db.execute(
+            f"select count(*) from {tables['edges']} e "
+            f"join {tables['vertices']} v on v.vertex_id = e.upstream_vertex_id"
+        ).fetchone()
+        assert joined == (4,)
+    if format_ == "parquet":
+        schema = pq.read_schema(out / "vertices.parquet")
+        names = {field.name: str(field.type) for field in schema}
+        assert names["response_tokens"] == "list<element: uint32>"
+        samples = pq.read_table(out / "samples.parquet").to_pylist()
+        assert samples[0]["output_json"] == '"0123"'
+    code, _, err = flexmarl("export-trajectories", RUN, "--out", str(out))
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_export_in_an_unknown_format_is_refused(flexmarl, tmp_path):
+    out = tmp_path / "tables"
+    code, _, err = flexmarl("export-trajectories", RUN, "--out", str(out), "--format", "csv")
+    assert code == 2
+    assert "parquet, jsonl" in err
+    assert not out.exists()
+
+
+def test_snapshot_check_and_restore(flexmarl, tmp_path):
+    code, out, err = flexmarl("store", "snapshot", "--name", "s1", "--json")
+    assert code == 0, err
+    snapshot = json.loads(out)["path"]
+    code, _, err = flexmarl("store", "check")
+    assert code == 2
+    assert "runs" in err
+    code, out, err = flexmarl("store", "check", snapshot, "--json")
+    found = json.loads(out)["findings"]
+    # The recorded batch states counts that its rows do not have: that, and nothing else.
+    assert {finding["kind"] for finding in found} == {"count"}
+    assert code == 1
+    target = tmp_path / "restored"
+    code, out, err = flexmarl("store", "restore", snapshot, "--store-dir", str(target))
+    assert code == 0, err
+    assert (target / "db").is_dir()

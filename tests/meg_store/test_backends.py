@@ -132,3 +132,25 @@ def test_torn_last_record_does_not_keep_the_database_from_opening(tmp_path):
     kept = [key for key, _ in second.scan(Table.META, b"", None)]
     second.close()
     assert kept == [b"%03d" % number for number in range(99)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_damaged_block_is_an_error_and_never_the_end_of_a_scan(tmp_path, reverse):
+    first = RocksBackend(tmp_path)
+    put(first, *((b"%06d" % n, b"%d" % n * 50) for n in range(5000)), table=Table.ROWS)
+    first.close()
+    (table,) = tmp_path.glob("*.sst")
+    data = bytearray(table.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    table.write_bytes(data)
+    second = RocksBackend(tmp_path)
+    with pytest.raises(DomainError, match="store check") as caught:
+        _ = [second.get(Table.ROWS, b"%06d" % n) for n in range(5000)]
+    assert caught.value.reason is ErrorReason.CHECKSUM_MISMATCH
+    with pytest.raises(DomainError, match="table rows is damaged"):
+        second.get_many(Table.ROWS, [b"%06d" % n for n in range(5000)])
+    with pytest.raises(DomainError, match="table rows is damaged"):
+        _ = list(second.scan(Table.ROWS, b"", None, reverse=reverse))
+    put(second, (b"a", b"1"))
+    assert second.get(Table.META, b"a") == b"1"
+    second.close()

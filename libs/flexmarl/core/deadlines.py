@@ -39,6 +39,11 @@ DEADLINES_S: Final[Mapping[str, float | None]] = MappingProxyType(
         _STORE + "GetVertices": 30.0,
         _STORE + "SealSegment": 60.0,
         _STORE + "DeleteRun": 60.0,
+        # Reads that go over a whole run.
+        _STORE + "ListVertices": 60.0,
+        _STORE + "DescribeAgents": 120.0,
+        # Copies segments of gigabytes.
+        _STORE + "CreateSnapshot": 600.0,
         # The run is read from its store, which may be starting.
         _ORCHESTRATOR + "SubmitRun": 60.0,
         _ORCHESTRATOR + "ResumeRun": 60.0,

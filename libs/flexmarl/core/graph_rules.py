@@ -191,7 +191,8 @@ def check_claim(
     """
     check_owner(vertex_id, owner=owner, micro_batch_id=micro_batch_id)
     if not released or is_void:
-        raise _refused(vertex_id, "is void" if is_void else "is not released")
+        why = "is void" if is_void else "is not released, or lacks a required column"
+        raise _refused(vertex_id, why)
 
 
 def check_owner(vertex_id: str, *, owner: str | None, micro_batch_id: str) -> None:

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir, RunId, ServiceSet
+from flexmarl.cli.query_app import query_app
+from flexmarl.cli.store_app import store_app
+
 app = typer.Typer(
     name="flexmarl",
     help="Train teams of LLM agents: several policies at once, driven by a durable graph.",
@@ -16,31 +20,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-DataDir = Annotated[
-    Path, typer.Option("--data-dir", help="Folder of the local cluster: data, logs, addresses.")
-]
-Cluster = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cluster",
-        metavar="ADDR",
-        help="Use a running cluster: its folder, or store=HOST:PORT and orchestrator=HOST:PORT.",
-    ),
-]
-ServiceSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--service-set",
-        metavar="SERVICE.KEY=VALUE",
-        help="Override a service's configuration, such as meg_store.server.port=7001.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Out = Annotated[Path, typer.Option("--out", help="Where the folders of runs are.")]
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, see `flexmarl runs`.")]
-
-_DATA_DIR = Path(".flexmarl")
 _OUT = Path("runs")
+Out = Annotated[Path, typer.Option("--out", help="Where the folders of runs are.")]
+
+app.add_typer(query_app)
+app.add_typer(store_app, name="store")
 
 
 @app.command()
@@ -53,7 +37,7 @@ def train(
     cluster: Cluster = None,
     out: Out = _OUT,
     run_id: Annotated[str, typer.Option("--run-id", help="Id; by default name and time.")] = "",
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     service_set: ServiceSet = None,
 ) -> None:
     """Train a run; starts a local cluster unless one is named."""
@@ -77,7 +61,7 @@ def resume(
     run: RunId,
     cluster: Cluster = None,
     out: Out = _OUT,
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
 ) -> None:
     """Go on with a stopped, failed or abandoned run from its last committed version."""
     from flexmarl.cli.commands.resume import resume as command
@@ -87,7 +71,7 @@ def resume(
 
 @app.command()
 def up(
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     slots: Annotated[int, typer.Option(min=1, help="Device slots of the trainer.")] = 1,
     durability: Annotated[
         str, typer.Option(help="What a write survives: process or fsync.")
@@ -109,7 +93,7 @@ def up(
 
 @app.command()
 def down(
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     purge: Annotated[
         bool,
         typer.Option("--purge", help="Remove its stored runs, too, and free their memory."),
@@ -122,7 +106,7 @@ def down(
 
 
 @app.command()
-def status(data_dir: DataDir = _DATA_DIR, as_json: AsJson = False) -> None:
+def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     """Show health, process and address of each service of the local cluster."""
     from flexmarl.cli.commands.cluster import status as command
 
@@ -145,7 +129,7 @@ def serve(
 
 
 @app.command()
-def runs(data_dir: DataDir = _DATA_DIR, cluster: Cluster = None, as_json: AsJson = False) -> None:
+def runs(data_dir: DataDir = DATA_DIR, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """List the stored runs."""
     from flexmarl.cli.commands.runs import runs as command
 
@@ -155,7 +139,7 @@ def runs(data_dir: DataDir = _DATA_DIR, cluster: Cluster = None, as_json: AsJson
 @app.command()
 def show(
     run: RunId,
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
@@ -171,7 +155,7 @@ def stop(
     now: Annotated[
         bool, typer.Option("--now", help="At once; by default the open batch is finished.")
     ] = False,
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
     """Stop a run after its open batch, or at once; it can be resumed either way."""
@@ -183,7 +167,7 @@ def stop(
 @app.command()
 def why(
     run: RunId,
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
@@ -194,24 +178,6 @@ def why(
 
 
 @app.command()
-def graph(
-    run: RunId,
-    sample: Annotated[
-        str, typer.Argument(metavar="SAMPLE", help="Id of a sample, or the start of it.")
-    ],
-    format_: Annotated[str, typer.Option("--format", help="text, dot, mermaid or json.")] = "text",
-    data_dir: DataDir = _DATA_DIR,
-    cluster: Cluster = None,
-    as_json: AsJson = False,
-) -> None:
-    """Draw the graph of one sample."""
-    from flexmarl.cli.commands.graph import graph as command
-
-    format_ = "json" if as_json else format_
-    command(run, sample, format_=format_, data_dir=data_dir, cluster=cluster or [])
-
-
-@app.command()
 def export(
     run: RunId,
     policy: Annotated[str, typer.Option("--policy", help="Policy to export.")],
@@ -219,7 +185,7 @@ def export(
     version: Annotated[
         int | None, typer.Option("--version", min=0, help="Version; by default the newest.")
     ] = None,
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
     """Write a policy's weights as a Hugging Face folder."""
@@ -232,7 +198,7 @@ def export(
 def timeline(
     run: RunId,
     out: Annotated[Path, typer.Option("--out", help="JSON file to write.")],
-    data_dir: DataDir = _DATA_DIR,
+    data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
     """Write what is recorded of a run as a Chrome trace; opens in Perfetto."""

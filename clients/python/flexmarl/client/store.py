@@ -145,6 +145,15 @@ class StoreClient(ServiceClient):
         )
         await self._call("VoidRows", request)
 
+    async def write_columns(
+        self, run_id: str, writes: Iterable[pb.ColumnWrite], *, term: int
+    ) -> None:
+        """Give stored rows values of declared columns."""
+        request = pb.WriteColumnsRequest(
+            request_id=new_request_id(), run_id=run_id, term=term, writes=writes
+        )
+        await self._call("WriteColumns", request)
+
     async def get_vertices(
         self,
         run_id: str,
@@ -164,10 +173,17 @@ class StoreClient(ServiceClient):
         *,
         view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
         page_size: int = 0,
+        order: pb.VertexOrder.ValueType = pb.VERTEX_ORDER_ID,
+        descending: bool = False,
     ) -> AsyncIterator[graph_pb2.Vertex]:
-        """All vertices that match a filter, page by page, by agent and id."""
+        """All vertices that match a filter, page by page, sorted as asked."""
         request = pb.ListVerticesRequest(
-            run_id=run_id, filter=chosen or pb.VertexFilter(), view=view, page_size=page_size
+            run_id=run_id,
+            filter=chosen or pb.VertexFilter(),
+            view=view,
+            page_size=page_size,
+            order=order,
+            descending=descending,
         )
         while True:
             response: pb.ListVerticesResponse = await self._call("ListVertices", request)
@@ -176,6 +192,16 @@ class StoreClient(ServiceClient):
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
+
+    async def list_claimable(
+        self, run_id: str, policy: str, *, max_rows: int = 0, max_tokens: int = 0
+    ) -> pb.ListClaimableResponse:
+        """Rows of a policy that a micro-batch may take, those of the oldest group first."""
+        request = pb.ListClaimableRequest(
+            run_id=run_id, policy=policy, max_rows=max_rows, max_tokens=max_tokens
+        )
+        response: pb.ListClaimableResponse = await self._call("ListClaimable", request)
+        return response
 
     async def list_samples(
         self,
@@ -214,10 +240,37 @@ class StoreClient(ServiceClient):
         sample_id: str,
         *,
         view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
+        critical_path: bool = False,
     ) -> pb.GetSampleGraphResponse:
         """A sample with its vertices in topological order."""
-        request = pb.GetSampleGraphRequest(run_id=run_id, sample_id=sample_id, view=view)
+        request = pb.GetSampleGraphRequest(
+            run_id=run_id, sample_id=sample_id, view=view, critical_path=critical_path
+        )
         response: pb.GetSampleGraphResponse = await self._call("GetSampleGraph", request)
+        return response
+
+    async def get_neighbourhood(
+        self,
+        run_id: str,
+        vertex_id: str,
+        *,
+        hops: int = 1,
+        direction: pb.EdgeDirection.ValueType = pb.EDGE_DIRECTION_UNSPECIFIED,
+        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
+    ) -> Sequence[graph_pb2.Vertex]:
+        """A vertex with those within some edges of it, in topological order."""
+        request = pb.GetNeighbourhoodRequest(
+            run_id=run_id, vertex_id=vertex_id, hops=hops, direction=direction, view=view
+        )
+        response: pb.GetNeighbourhoodResponse = await self._call("GetNeighbourhood", request)
+        return response.vertices
+
+    async def describe_agents(
+        self, run_id: str, *, batch: int | None = None
+    ) -> pb.DescribeAgentsResponse:
+        """Calls, edges, tokens and time per agent, over a batch or the whole run."""
+        request = pb.DescribeAgentsRequest(run_id=run_id, batch=batch)
+        response: pb.DescribeAgentsResponse = await self._call("DescribeAgents", request)
         return response
 
     async def count_vertices(
@@ -499,6 +552,12 @@ class StoreClient(ServiceClient):
     async def close_segment(self, lease_id: str) -> None:
         """Give a lease back."""
         await self._call("CloseSegment", pb.CloseSegmentRequest(lease_id=lease_id))
+
+    async def create_snapshot(self, name: str) -> pb.CreateSnapshotResponse:
+        """Copy the shard, while it serves, into its folder of snapshots."""
+        request = pb.CreateSnapshotRequest(request_id=new_request_id(), name=name)
+        response: pb.CreateSnapshotResponse = await self._call("CreateSnapshot", request)
+        return response
 
     async def get_stats(self) -> pb.GetStatsResponse:
         """Sizes, queues and tiers of the store."""

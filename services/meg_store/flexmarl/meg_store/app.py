@@ -43,6 +43,8 @@ async def serve(config: MegStoreConfig) -> None:
     except BaseException:
         await server.stop()
         raise
+    if backend.torn_log:
+        _log.warning("log_torn", meaning="what follows is lost", detail=backend.torn_log)
     # Whoever removes this shard's data must find what lies outside of its folder, too.
     write_json_atomically(
         config.store.data_dir / "memory_tier.json", {"folder": str(config.store.memory_dir)}

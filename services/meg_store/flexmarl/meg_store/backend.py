@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Protocol
 
 
@@ -32,6 +33,8 @@ class Table(IntEnum):
 
 
 TABLES = tuple(Table)
+SHARD_KEY = b"shard"
+"""Key in META of the name of the shard whose data this is."""
 
 
 @dataclass(slots=True)
@@ -71,6 +74,14 @@ class Backend(Protocol):
 
     def flush(self) -> None:
         """Make everything written durable against power loss."""
+        ...
+
+    def checkpoint(self, path: Path) -> None:
+        """Write a copy of everything applied so far into a new folder, while others read and write.
+
+        Raises:
+            DomainError: NOT_BUILT where there are no files.
+        """
         ...
 
     def close(self) -> None:

@@ -1,45 +1,154 @@
-"""The list of claimable rows, with a cursor that skips what was consumed.
+"""Claimable rows per policy, the oldest group's first, with a window on the front of the list.
 
-Marking deletes from the front of the list and leaves tombstones there; a seek from the start would
-step over all of them each time. The cursor is the place before which nothing is left.
+The list is a table (released, complete rows that are neither void nor marked). Rows leave it from
+the front, so a scan from its start would step over the tombstones of everything consumed so far:
+the front is therefore kept in memory, and the table is read only onwards from the window's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Batch, Table
 from flexmarl.meg_store.database import Database
 
+_CLAIM = keys.prefix("claim")
+_MIN_FILL = 1024
+_MAX_WINDOW = 8192
+_TOKENS = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Claimable:
+    """One row that a micro-batch may take."""
+
+    vertex_id: str
+    agent: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Window:
+    """The front of one policy's list: every claimable row before `end`, and none from there on."""
+
+    end: bytes
+    rows: dict[bytes, bytes] = field(default_factory=dict)
+    is_sorted: bool = True
+
+    def add(self, key: bytes, value: bytes) -> None:
+        if key >= self.end:
+            return  # the table has it
+        if self.rows and key < next(reversed(self.rows)):
+            self.is_sorted = False
+        self.rows[key] = value
+        if len(self.rows) > _MAX_WINDOW:
+            self.sort()
+            kept = dict(list(self.rows.items())[: _MAX_WINDOW // 2])
+            self.end = next(reversed(kept)) + b"\0"
+            self.rows = kept
+
+    def sort(self) -> None:
+        if not self.is_sorted:
+            self.rows = dict(sorted(self.rows.items()))
+            self.is_sorted = True
+
 
 class Claims:
-    """Claimable rows per run and agent."""
+    """Claimable rows of all runs, as acknowledged writes left them."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._cursors: dict[bytes, bytes] = {}
+        self._windows: dict[bytes, _Window] = {}
 
-    def scan(self, run_id: str, agent: str, start: bytes | None = None) -> Iterator[bytes]:
-        """Row keys of claimable rows of an agent from a row key on, in order."""
-        prefix = keys.prefix("claim", run_id, agent)
-        cursor = self._cursors.get(prefix, prefix)
-        first = cursor if start is None else max(cursor, b"claim\0" + start)
-        is_front = first == cursor
-        for key, _ in self._database.backend.scan(Table.MARKS, first, keys.after(prefix)):
-            if is_front:
-                self._cursors[prefix] = key
-                is_front = False
-            yield key[len(b"claim\0") :]
-        if is_front:
-            # Nothing is left: the next release sets the cursor back to where it is.
-            self._cursors[prefix] = keys.after(prefix)
+    def oldest(
+        self, run_id: str, policy: str, *, max_rows: int, max_tokens: int
+    ) -> tuple[list[Claimable], bool]:
+        """Rows of a policy by vertex id, and whether there are more.
+
+        Args:
+            run_id: Run.
+            policy: Policy.
+            max_rows: At most this many.
+            max_tokens: At most this many tokens, but one row at least; 0 means any number.
+        """
+        prefix = keys.prefix("claim", run_id, policy)
+        window = self._windows.setdefault(prefix, _Window(prefix))
+        self._fill(window, prefix, at_least=max_rows + 1)
+        rows: list[Claimable] = []
+        num_tokens = 0
+        for key, value in window.rows.items():
+            row = _decode(key[len(prefix) :], value)
+            num_tokens += row.num_tokens
+            if len(rows) == max_rows or (rows and 0 < max_tokens < num_tokens):
+                return rows, True
+            rows.append(row)
+        return rows, False
 
     def applied(self, batch: Batch) -> None:
-        """Set cursors back before rows that an acknowledged write released."""
+        """Follow an acknowledged write."""
         for key, value in batch.writes[Table.MARKS].items():
-            if value is None or not key.startswith(b"claim\0"):
+            if not key.startswith(_CLAIM):
                 continue
-            prefix = key[: key.rindex(b"\0") + 1]
-            if key < self._cursors.get(prefix, prefix):
-                self._cursors[prefix] = key
+            window = self._windows.get(key[: key.rindex(b"\0") + 1])
+            if window is None:
+                continue  # never asked for: the table has it
+            if value is None:
+                window.rows.pop(key, None)
+            else:
+                window.add(key, value)
+
+    def forget(self, run_id: str) -> None:
+        """Drop the windows of a run that is deleted."""
+        prefix = keys.prefix("claim", run_id)
+        for key in [key for key in self._windows if key.startswith(prefix)]:
+            del self._windows[key]
+
+    def _fill(self, window: _Window, prefix: bytes, *, at_least: int) -> None:
+        window.sort()
+        missing = at_least - len(window.rows)
+        last = keys.after(prefix)
+        if missing <= 0 or window.end == last:
+            return
+        wanted = max(missing, _MIN_FILL)
+        pairs = self._database.backend.scan(Table.MARKS, window.end, last)
+        for (key, value), _ in zip(pairs, range(wanted), strict=False):
+            window.rows[key] = value
+            window.end = key + b"\0"
+            wanted -= 1
+        if wanted:
+            window.end = last
+
+
+def claim_key(run_id: str, policy: str, vertex_id: str) -> bytes:
+    """Key of a claimable row."""
+    return keys.join("claim", run_id, policy, vertex_id)
+
+
+def claim_value(meta: graph_pb2.VertexMeta) -> bytes:
+    """What a listing tells of a claimable row: its tokens and its agent."""
+    num_tokens = meta.num_prompt_tokens + meta.num_response_tokens
+    return _TOKENS.pack(num_tokens) + meta.agent.encode()
+
+
+def _decode(vertex_id: bytes, value: bytes) -> Claimable:
+    (num_tokens,) = _TOKENS.unpack_from(value)
+    return Claimable(vertex_id.decode(), value[_TOKENS.size :].decode(), num_tokens)
+
+
+def is_claimable(meta: graph_pb2.VertexMeta, required: Iterable[str]) -> bool:
+    """Whether a row is released, complete, not void and not marked.
+
+    Args:
+        meta: Its meta columns.
+        required: Declared columns that it must have.
+    """
+    return (
+        meta.HasField("advantage")
+        and not meta.void_reason
+        and not meta.micro_batch_id
+        and all(name in meta.ready_columns for name in required)
+    )

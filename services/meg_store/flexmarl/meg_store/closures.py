@@ -42,7 +42,6 @@ class Closures:
         rows = self._start(draft, request.run_id, request.term)
         for closure in request.closures:
             self._close_group(draft, request.run_id, rows, closure)
-        self._finish(draft)
         return pb.CloseGroupsResponse()
 
     def void_rows(self, draft: Draft, request: pb.VoidRowsRequest) -> pb.VoidRowsResponse:
@@ -54,7 +53,6 @@ class Closures:
         rows = self._start(draft, request.run_id, request.term)
         for voided in request.rows:
             _void(rows, rows.load(voided.row), voided.reason)
-        self._finish(draft)
         return pb.VoidRowsResponse()
 
     def close_subgraph(
@@ -78,10 +76,7 @@ class Closures:
     def _start(self, draft: Draft, run_id: str, term: int) -> Rows:
         entry = self._runs.require(run_id)
         self._runs.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, term)
-        return Rows(draft, run_id, shard=self._shard)
-
-    def _finish(self, draft: Draft) -> None:
-        draft.after_ack.append(lambda: self._claims.applied(draft.batch))
+        return Rows(draft, entry, self._claims, shard=self._shard)
 
     def _close_group(self, draft: Draft, run_id: str, rows: Rows, closure: pb.GroupClosure) -> None:
         key = keys.join("group", run_id, closure.group_id)

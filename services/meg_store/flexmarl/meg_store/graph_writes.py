@@ -137,7 +137,7 @@ class _Call:
         meta = vertex.meta
         checks.check_meta(meta)
         has_payload = vertex.HasField("payload")
-        objects = checks.check_payload(vertex, self._entry.columns) if has_payload else ()
+        objects = checks.check_payload(vertex, self._entry.columns)
         vertex_id = meta.vertex_id
         key = keys.row(self._run_id, meta.agent, vertex_id)
         columns = encode_meta(meta)
@@ -208,9 +208,23 @@ class _Call:
             stored = graph_pb2.VertexMeta.FromString(known)
             for name in ("reward", "advantage", "void_reason", "micro_batch_id"):
                 stored.ClearField(name)  # what training added since
+            late = set(stored.ready_columns) & set(self._entry.columns)
+            late -= set(graph_pb2.VertexMeta.FromString(columns).ready_columns)
+            kept = [name for name in stored.ready_columns if name not in late]
+            del stored.ready_columns[:]
+            stored.ready_columns.extend(kept)
             if encode_meta(stored) != columns:
                 return False
+            if late:
+                return self._payload_without(key, late) == payload
         return self._draft.get(Table.PAYLOADS, key) == payload
+
+    def _payload_without(self, key: bytes, late: Iterable[str]) -> bytes:
+        """The stored payload as it was before these columns were written."""
+        payload = graph_pb2.VertexPayload.FromString(self._draft.get(Table.PAYLOADS, key) or b"")
+        for name in late:
+            del payload.columns[name]
+        return payload.SerializeToString(deterministic=True)
 
     def _is_group_open(self, group_id: str) -> bool:
         known = self._group_open.get(group_id)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from flexmarl.core.errors import not_built
 from flexmarl.meg_store.backend import TABLES, Batch, Table
 
 
@@ -45,6 +47,14 @@ class MemoryBackend:
 
     def flush(self) -> None:
         """Nothing outlives the process anyway."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Refused: there are no files.
+
+        Raises:
+            DomainError: NOT_BUILT.
+        """
+        raise not_built(f"a snapshot of a store in memory ({path})")
 
     def close(self) -> None:
         """Nothing to release."""

@@ -17,6 +17,7 @@ from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name, parse_batch
 from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.database import Database, Draft
 from flexmarl.meg_store.rows import Rows
 from flexmarl.meg_store.runs import Runs
@@ -29,9 +30,10 @@ _NOT_VOID = common_pb2.VOID_REASON_UNSPECIFIED
 class MicroBatches:
     """Records of the runs whose home is here, and marks on the rows that live here."""
 
-    def __init__(self, database: Database, runs: Runs, *, shard: str) -> None:
+    def __init__(self, database: Database, runs: Runs, claims: Claims, *, shard: str) -> None:
         self._database = database
         self._runs = runs
+        self._claims = claims
         self._shard = shard
 
     def create(
@@ -55,7 +57,7 @@ class MicroBatches:
         if known is not None:
             _check_same(known, record)
             return pb.CreateMicroBatchResponse()
-        rows = Rows(draft, request.run_id, shard=self._shard)
+        rows = Rows(draft, entry, self._claims, shard=self._shard)
         for ref in record.rows:
             self._claim(rows, ref, record)
         draft.put(Table.META, key, value)
@@ -72,7 +74,7 @@ class MicroBatches:
         entry = self._runs.require(request.run_id)
         self._runs.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, request.term)
         micro_batch_id = _check_id(request.micro_batch_id)
-        rows = Rows(draft, request.run_id, shard=self._shard)
+        rows = Rows(draft, entry, self._claims, shard=self._shard)
         for ref in request.rows:
             meta = rows.load(ref)
             owner = meta.micro_batch_id or rows.owner(meta.vertex_id)
@@ -82,7 +84,7 @@ class MicroBatches:
             # A row that became void after the record was written is marked all the same.
             graph_rules.check_claim(
                 meta.vertex_id,
-                released=meta.HasField("advantage"),
+                released=meta.HasField("advantage") and rows.is_complete(meta),
                 is_void=False,
                 owner=owner,
                 micro_batch_id=micro_batch_id,
@@ -116,7 +118,7 @@ class MicroBatches:
                 )
             graph_rules.check_claim(
                 ref.vertex_id,
-                released=meta.HasField("advantage"),
+                released=meta.HasField("advantage") and rows.is_complete(meta),
                 is_void=meta.void_reason != _NOT_VOID,
                 owner=owner or meta.micro_batch_id or None,
                 micro_batch_id=record.micro_batch_id,

@@ -159,7 +159,7 @@ class Objects:
             )
         while offset < end:
             index, skip = divmod(offset, PIECE_BYTES)
-            piece = self._database.get(Table.BLOBS, _piece_key(record.upload, index))
+            piece = self._database.get(Table.BLOBS, piece_key(record.upload, index))
             if piece is None:  # removed while it was read
                 raise _not_found(key)
             part = piece[skip : skip + end - offset]
@@ -189,7 +189,7 @@ class Objects:
             nonlocal num_pieces
             while len(buffer) >= at_least and buffer:
                 draft = self._database.begin()
-                draft.put(Table.BLOBS, _piece_key(upload, num_pieces), bytes(buffer[:PIECE_BYTES]))
+                draft.put(Table.BLOBS, piece_key(upload, num_pieces), bytes(buffer[:PIECE_BYTES]))
                 del buffer[:PIECE_BYTES]
                 num_pieces += 1
                 await self._database.commit(draft, lazy=True)  # the record's write syncs them
@@ -249,7 +249,8 @@ def _delete_pieces(draft: Draft, upload: bytes) -> None:
     draft.delete_range(Table.BLOBS, upload, upload + b"\xff" * 5)
 
 
-def _piece_key(upload: bytes, index: int) -> bytes:
+def piece_key(upload: bytes, index: int) -> bytes:
+    """Key of one piece of an upload."""
     return upload + index.to_bytes(4, "big")
 
 

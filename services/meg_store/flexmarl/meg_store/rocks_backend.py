@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rocksdict import (
+    AccessType,
     BlockBasedOptions,
     Cache,
+    Checkpoint,
     DBCompressionType,
     DBRecoveryMode,
     Options,
     Rdict,
+    RdictIter,
     ReadOptions,
     WriteBatch,
     WriteOptions,
@@ -37,28 +40,34 @@ class RocksBackend:
 
     Args:
         path: Folder, made if it is missing.
+        read_only: Change nothing and take no lock.
+
+    Attributes:
+        torn_log: What the library says of the log's end, when it is not whole; empty otherwise.
 
     Raises:
         DomainError: STORE_LOCKED while another process, or this one, has it open.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        cache = Cache(_CACHE_BYTES)
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True)
+        self.torn_log = ""
+        self._read_only = read_only
         try:
-            self._db = Rdict(
-                str(path),
-                options=_database_options(cache),
-                column_families={t.name.lower(): _table_options(t, cache) for t in TABLES},
-            )
-        except Exception as error:
-            if "lock" not in str(error).lower():
-                raise
-            raise DomainError(
-                ErrorReason.STORE_LOCKED,
-                f"the store at {path} is open in another process",
-                {"path": str(path)},
-            ) from None
+            self._db = _open(path, DBRecoveryMode.absolute_consistency(), read_only=read_only)
+        except Exception as error:  # noqa: BLE001 - the library has no other class
+            message = str(error)
+            if "lock" in message.lower() and "block" not in message.lower():
+                raise DomainError(
+                    ErrorReason.STORE_LOCKED,
+                    f"the store at {path} is open in another process",
+                    {"path": str(path)},
+                ) from None
+            # A torn last record (power loss) ends recovery at the last whole one instead of
+            # refusing to open; whatever else is damaged fails again.
+            self._db = _open(path, DBRecoveryMode.point_in_time(), read_only=read_only)
+            self.torn_log = message
         names = [t.name.lower() for t in TABLES]
         self._tables = [self._db.get_column_family(name) for name in names]
         self._handles = [self._db.get_column_family_handle(name) for name in names]
@@ -67,12 +76,18 @@ class RocksBackend:
 
     def get(self, table: Table, key: bytes) -> bytes | None:
         """The value, or None."""
-        value: bytes | None = self._tables[table].get(key)
+        try:
+            value: bytes | None = self._tables[table].get(key)
+        except Exception as error:
+            raise _damaged(table) from error
         return value
 
     def get_many(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
         """The values, in order."""
-        values: list[bytes | None] = self._tables[table].get(list(keys)) or []
+        try:
+            values: list[bytes | None] = self._tables[table].get(list(keys)) or []
+        except Exception as error:
+            raise _damaged(table) from error
         return values
 
     def scan(
@@ -86,24 +101,43 @@ class RocksBackend:
     def _scan_on(
         self, table: Table, start: bytes, end: bytes | None
     ) -> Iterator[tuple[bytes, bytes]]:
-        # Two traps of rocksdict 0.3.29: the bound's memory belongs to the options, which must
-        # outlive the iterator (hence a generator that holds them), and `set_iterate_lower_bound`
-        # sets an upper one (hence the first key as the bound).
+        # Three traps of rocksdict 0.3.29: the bound's memory belongs to the options, which must
+        # outlive the iterator (hence a generator that holds them); `set_iterate_lower_bound` sets
+        # an upper one (hence the first key as the bound); and an iteration that meets a damaged
+        # block ends as if nothing followed (hence the look at what comes after the last key).
         options = ReadOptions()
         if end is not None:
             options.set_iterate_upper_bound(end)
         items: Any = self._tables[table].items(from_key=start, read_opt=options)
-        yield from items
+        last = None
+        for pair in items:
+            last = pair[0]
+            yield pair
+        cursor = self._tables[table].iter(options)
+        cursor.seek(start if last is None else last)
+        if last is not None and cursor.valid():
+            cursor.next()
+        _check_status(table, cursor)
 
     def _scan_back(
         self, table: Table, start: bytes, end: bytes | None
     ) -> Iterator[tuple[bytes, bytes]]:
+        last = end
         for key, value in self._tables[table].items(backwards=True, from_key=end):
             assert isinstance(key, bytes)
             if key < start:
                 return
             if key != end:
+                last = key
                 yield key, value
+        cursor = self._tables[table].iter()
+        if last is None:
+            cursor.seek_to_last()
+        else:
+            cursor.seek_for_prev(last)
+            if cursor.valid():
+                cursor.prev()
+        _check_status(table, cursor)
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Apply batches as one RocksDB write batch."""
@@ -125,9 +159,14 @@ class RocksBackend:
         """Sync the write-ahead log."""
         self._db.flush_wal(True)
 
+    def checkpoint(self, path: Path) -> None:
+        """A consistent copy of all tables; table files are linked, so it costs little."""
+        Checkpoint(self._db).create_checkpoint(str(path))
+
     def close(self) -> None:
         """Flush, close, release the lock; without it the lock lives until garbage collection."""
-        self._db.flush_wal(True)
+        if not self._read_only:
+            self._db.flush_wal(True)
         for table in self._tables:
             table.close()
         # Handles keep the database, and so its lock, alive.
@@ -136,12 +175,37 @@ class RocksBackend:
         self._db.close()
 
 
+def _check_status(table: Table, cursor: RdictIter) -> None:
+    try:
+        cursor.status()
+    except Exception as error:
+        raise _damaged(table) from error
+
+
+def _damaged(table: Table) -> DomainError:
+    return DomainError(
+        ErrorReason.CHECKSUM_MISMATCH,
+        f"table {table.name.lower()} is damaged; stop the store and run `flexmarl store check`",
+        {"table": table.name.lower()},
+    )
+
+
+def _open(path: Path, recovery: DBRecoveryMode, *, read_only: bool) -> Rdict:
+    cache = Cache(_CACHE_BYTES)
+    options = _database_options(cache)
+    options.set_wal_recovery_mode(recovery)
+    return Rdict(
+        str(path),
+        options=options,
+        column_families={t.name.lower(): _table_options(t, cache) for t in TABLES},
+        access_type=AccessType.read_only() if read_only else AccessType.read_write(),
+    )
+
+
 def _database_options(cache: Cache) -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.create_missing_column_families(True)
-    # A torn last record (kill, power loss) ends recovery at the last whole one instead of refusing.
-    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_max_total_wal_size(_MAX_WAL_BYTES)
     options.set_max_background_jobs(2)
     options.set_keep_log_file_num(3)

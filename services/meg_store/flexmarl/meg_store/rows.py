@@ -7,20 +7,30 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.claims import Claims, claim_key, claim_value, is_claimable
 from flexmarl.meg_store.database import Draft
+from flexmarl.meg_store.runs import RunEntry
 
 
 class Rows:
-    """Rows of a run that one draft reads and changes."""
+    """Rows of a run that one draft reads and changes; keeps the list of claimable rows true."""
 
-    def __init__(self, draft: Draft, run_id: str, *, shard: str) -> None:
+    def __init__(self, draft: Draft, entry: RunEntry, claims: Claims, *, shard: str) -> None:
         self._draft = draft
-        self._run_id = run_id
+        self._run_id = entry.run_id
+        self._required = entry.required
+        self._claims = claims
         self._shard = shard
+        self._claimable: dict[str, bool] = {}
+        self._followed = False
 
     def is_here(self, ref: common_pb2.VertexRef) -> bool:
         """Whether a reference names this shard."""
         return ref.shard in ("", self._shard)
+
+    def is_complete(self, meta: graph_pb2.VertexMeta) -> bool:
+        """Whether a row has the declared columns that it must have."""
+        return all(name in meta.ready_columns for name in self._required)
 
     def load(self, ref: common_pb2.VertexRef) -> graph_pb2.VertexMeta:
         """Meta columns of a row.
@@ -30,20 +40,30 @@ class Rows:
         """
         value = None
         if self.is_here(ref):
-            value = self._draft.get(Table.ROWS, self._key(ref.agent, ref.vertex_id))
+            value = self._draft.get(Table.ROWS, self.key(ref))
         if value is None:
             raise vertex_not_found(ref, self._shard)
-        return graph_pb2.VertexMeta.FromString(value)
+        meta = graph_pb2.VertexMeta.FromString(value)
+        self._claimable[meta.vertex_id] = is_claimable(meta, self._required)
+        return meta
 
     def store(self, meta: graph_pb2.VertexMeta) -> None:
-        """Write meta columns back, and keep the list of claimable rows true."""
-        key = self._key(meta.agent, meta.vertex_id)
+        """Write back the meta columns of a loaded row."""
+        vertex_id = meta.vertex_id
+        key = keys.row(self._run_id, meta.agent, vertex_id)
         self._draft.put(Table.ROWS, key, encode_meta(meta))
-        claim = b"claim\0" + key
-        if is_claimable(meta):
-            self._draft.put(Table.MARKS, claim, b"")
-        elif meta.HasField("advantage"):
+        was, now = self._claimable[vertex_id], is_claimable(meta, self._required)
+        if was == now:
+            return
+        self._claimable[vertex_id] = now
+        claim = claim_key(self._run_id, meta.policy, vertex_id)
+        if now:
+            self._draft.put(Table.MARKS, claim, claim_value(meta))
+        else:
             self._draft.delete(Table.MARKS, claim)
+        if not self._followed:
+            self._followed = True
+            self._draft.after_ack.append(lambda: self._claims.applied(self._draft.batch))
 
     def owner(self, vertex_id: str) -> str | None:
         """Micro-batch whose record names the row."""
@@ -55,22 +75,14 @@ class Rows:
         key = keys.join("owner", self._run_id, vertex_id)
         self._draft.put(Table.MARKS, key, micro_batch_id.encode())
 
-    def _key(self, agent: str, vertex_id: str) -> bytes:
-        return keys.row(self._run_id, agent, vertex_id)
+    def key(self, ref: common_pb2.VertexRef) -> bytes:
+        """Key of a row."""
+        return keys.row(self._run_id, ref.agent, ref.vertex_id)
 
 
 def encode_meta(meta: graph_pb2.VertexMeta) -> bytes:
     """Stored form of meta columns; equal content gives equal bytes."""
     return meta.SerializeToString(deterministic=True)
-
-
-def is_claimable(meta: graph_pb2.VertexMeta) -> bool:
-    """Whether the row is released, not void and not marked."""
-    return (
-        meta.HasField("advantage")
-        and meta.void_reason == common_pb2.VOID_REASON_UNSPECIFIED
-        and not meta.micro_batch_id
-    )
 
 
 def vertex_not_found(ref: common_pb2.VertexRef, shard: str) -> DomainError:

@@ -15,6 +15,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.core.states import RUN
 from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.columns import check_columns
 from flexmarl.meg_store.database import Database, Draft
 from flexmarl.meg_store.objects import Objects
 
@@ -28,6 +29,8 @@ class RunEntry:
     run: graph_pb2.Run
     issues_terms: bool
     columns: dict[str, int]
+    required: tuple[str, ...]
+    """Declared columns that a row must have before it can be claimed."""
     agents: set[str] = field(default_factory=set)
     terms: dict[str, int] = field(default_factory=dict)
 
@@ -114,7 +117,7 @@ class Runs:
             return pb.CreateRunResponse(run=stored)
         run.status = common_pb2.RUN_STATUS_SUBMITTED
         run.created_unix_ns = time.time_ns()
-        for key in _object_keys(run):
+        for key in object_keys(run):
             self._objects.refer(draft, key)
         self._put(draft, run)
         return pb.CreateRunResponse(run=run)
@@ -207,10 +210,7 @@ class Runs:
             raise _invalid(f"run.shards does not name this shard, {self._shard!r}")
         for policy in run.models:
             check_name(policy, what="policy")
-        for column in run.columns:
-            check_name(column.name, what="column")
-            if column.type == graph_pb2.COLUMN_TYPE_UNSPECIFIED:
-                raise _invalid(f"run.columns: column {column.name!r} has no type")
+        check_columns(run.columns)
 
     def _put(self, draft: Draft, run: graph_pb2.Run) -> None:
         draft.put(Table.META, keys.join("run", run.run_id), run.SerializeToString())
@@ -237,6 +237,7 @@ class Runs:
             run=brief,
             issues_terms=not run.shards or run.shards[0].name == self._shard,
             columns={column.name: column.type for column in run.columns},
+            required=tuple(column.name for column in run.columns if column.required),
         )
 
 
@@ -251,7 +252,8 @@ def _identity(run: graph_pb2.Run) -> bytes:
     return kept.SerializeToString(deterministic=True)
 
 
-def _object_keys(run: graph_pb2.Run) -> list[str]:
+def object_keys(run: graph_pb2.Run) -> list[str]:
+    """Objects that a run itself refers to."""
     references = [run.workflow_bundle, run.dataset]
     references += [run.models[name].archive for name in sorted(run.models)]
     return [reference.key for reference in references if reference.key]

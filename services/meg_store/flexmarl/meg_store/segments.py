@@ -122,6 +122,10 @@ class Segments:
         found = (s for s in self._segments.values() if s.run_id == run_id)
         return sorted(found, key=lambda s: s.key)
 
+    def sealed(self) -> list[Segment]:
+        """Sealed segments, by key."""
+        return sorted((s for s in self._segments.values() if s.sealed), key=lambda s: s.key)
+
     def without_checksum(self) -> list[str]:
         """Keys of sealed segments whose checksum is still to be computed."""
         return sorted(

@@ -110,6 +110,10 @@ class Servicer:
         """See the contract."""
         return await self._mutate(call, self.shard.closures.void_rows)
 
+    async def WriteColumns(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.columns.write)
+
     async def CloseSubgraph(self, call: Call, _: Context) -> bytes:
         """See the contract."""
         return await self._mutate(call, self.shard.closures.close_subgraph)
@@ -120,7 +124,11 @@ class Servicer:
 
     async def ListVertices(self, call: Call, _: Context) -> bytes:
         """See the contract."""
-        return await self.shard.queries.list_vertices(call.message)
+        return await self.shard.listing.page(call.message)
+
+    async def ListClaimable(self, call: Call, _: Context) -> pb.ListClaimableResponse:
+        """See the contract."""
+        return self.shard.queries.list_claimable(call.message)
 
     async def ListSamples(self, call: Call, _: Context) -> pb.ListSamplesResponse:
         """See the contract."""
@@ -132,7 +140,15 @@ class Servicer:
 
     async def GetSampleGraph(self, call: Call, _: Context) -> pb.GetSampleGraphResponse:
         """See the contract."""
-        return await self.shard.queries.sample_graph(call.message)
+        return await self.shard.graph_queries.sample_graph(call.message)
+
+    async def GetNeighbourhood(self, call: Call, _: Context) -> pb.GetNeighbourhoodResponse:
+        """See the contract."""
+        return await self.shard.graph_queries.neighbourhood(call.message)
+
+    async def DescribeAgents(self, call: Call, _: Context) -> pb.DescribeAgentsResponse:
+        """See the contract."""
+        return await self.shard.graph_queries.describe_agents(call.message)
 
     async def CountVertices(self, call: Call, _: Context) -> pb.CountVerticesResponse:
         """See the contract."""
@@ -273,6 +289,10 @@ class Servicer:
         """See the contract."""
         self.shard.segments.close(call.message.lease_id)
         return pb.CloseSegmentResponse()
+
+    async def CreateSnapshot(self, call: Call, _: Context) -> pb.CreateSnapshotResponse:
+        """See the contract; the folder, with the request id in it, is what makes it repeatable."""
+        return await self.shard.snapshots.create(call.message)
 
     async def GetStats(self, _call: Call, _: Context) -> pb.GetStatsResponse:
         """See the contract."""

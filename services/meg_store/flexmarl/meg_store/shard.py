@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from flexmarl.core.errors import DomainError
-from flexmarl.meg_store.backend import Backend
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.meg_store.backend import SHARD_KEY, Backend, Table
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.closures import Closures
+from flexmarl.meg_store.column_writes import ColumnWrites
 from flexmarl.meg_store.config import StoreConfig
 from flexmarl.meg_store.database import Database, DatabaseConfig
+from flexmarl.meg_store.graph_queries import GraphQueries
 from flexmarl.meg_store.graph_writes import GraphWrites
 from flexmarl.meg_store.micro_batches import MicroBatches
 from flexmarl.meg_store.objects import Objects
@@ -20,7 +22,9 @@ from flexmarl.meg_store.queries import Queries
 from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFiles
 from flexmarl.meg_store.segments import Segments
+from flexmarl.meg_store.snapshots import Snapshots
 from flexmarl.meg_store.training import Training
+from flexmarl.meg_store.vertex_listing import VertexListing
 from flexmarl.runtime.logging import get_logger
 
 _log = get_logger(__name__)
@@ -62,8 +66,11 @@ class Shard:
         self.claims = Claims(self.database)
         self.graph = GraphWrites(self.runs, self.objects)
         self.closures = Closures(self.runs, self.claims, shard=config.shard)
-        self.micro_batches = MicroBatches(self.database, self.runs, shard=config.shard)
+        self.micro_batches = MicroBatches(self.database, self.runs, self.claims, shard=config.shard)
         self.queries = Queries(self.database, self.runs, self.claims, shard=config.shard)
+        self.listing = VertexListing(self.database, self.runs)
+        self.graph_queries = GraphQueries(self.database, self.runs)
+        self.columns = ColumnWrites(self.runs, self.claims, self.objects, shard=config.shard)
         self.files = SegmentFiles(
             memory_dir=config.memory_dir,
             disk_dir=config.data_dir / "segments",
@@ -80,9 +87,17 @@ class Shard:
         self.training = Training(
             self.database, self.runs, self.segments, retain_versions=config.retain_versions
         )
+        self.snapshots = Snapshots(
+            self.database, self.segments, folder=config.data_dir / "snapshots", shard=config.shard
+        )
 
     async def recover(self) -> None:
-        """Finish what a former process life left: dead uploads, checksums."""
+        """Finish what a former process life left: dead uploads, checksums.
+
+        Raises:
+            DomainError: INVALID_ARGUMENT when the data are another shard's.
+        """
+        await self._claim_name()
         await self.objects.sweep_uploads()
         for key in self.segments.without_checksum():
             self._start_checksum(key)
@@ -92,6 +107,21 @@ class Shard:
         """Write what is queued, release the database and the pages that nothing names."""
         await self.database.close()
         self.files.close()
+
+    async def _claim_name(self) -> None:
+        """References name this shard: its data serve under no other name."""
+        name = self.config.shard
+        draft = self.database.begin()
+        stored = draft.get(Table.META, SHARD_KEY)
+        if stored is None:
+            draft.put(Table.META, SHARD_KEY, name.encode())
+            await self.database.commit(draft)
+        elif stored.decode() != name:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"store.shard: {self.config.data_dir} holds the data of shard {stored.decode()!r}, "
+                f"not of {name!r}",
+            )
 
     async def wait_checksum(self, key: str) -> None:
         """Wait for a checksum that is being computed; freed by its task, bounded by the caller."""

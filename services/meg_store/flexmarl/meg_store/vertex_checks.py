@@ -11,7 +11,7 @@ from flexmarl.client.enums import VERTEX_STATUS
 from flexmarl.core import graph_rules
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import GroupId
-from flexmarl.meg_store.objects import check_key
+from flexmarl.meg_store.columns import check_ready, check_values
 
 MAX_META_BYTES = 64 << 10
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -25,13 +25,6 @@ _ENDED = frozenset(
         common_pb2.VERTEX_STATUS_CANCELLED,
     )
 )
-_FIELD_OF_TYPE: Mapping[int, str] = {
-    graph_pb2.COLUMN_TYPE_INT: "int_value",
-    graph_pb2.COLUMN_TYPE_FLOAT: "float_value",
-    graph_pb2.COLUMN_TYPE_BOOL: "bool_value",
-    graph_pb2.COLUMN_TYPE_STRING: "string_value",
-    graph_pb2.COLUMN_TYPE_OBJECT: "object_value",
-}
 
 
 def check_meta(meta: graph_pb2.VertexMeta) -> None:
@@ -69,37 +62,31 @@ def check_meta(meta: graph_pb2.VertexMeta) -> None:
 
 
 def check_payload(vertex: graph_pb2.Vertex, columns: Mapping[str, int]) -> list[str]:
-    """Checks the data columns of a vertex.
+    """Checks the data columns of a vertex, and what it says of their readiness.
 
     Args:
-        vertex: With payload.
+        vertex: With or without payload.
         columns: Types of the run's declared columns.
 
     Returns:
         Keys of the objects that it refers to.
 
     Raises:
-        DomainError: INVALID_ARGUMENT for a column.
+        DomainError: MESSAGE_TOO_LARGE for a column.
         ValueError: Lengths disagree, or a column is unknown or of another type.
     """
     payload, meta = vertex.payload, vertex.meta
     num_tokens = len(payload.response_tokens)
     num_logprobs = len(payload.logprobs)
-    if num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens):
+    if vertex.HasField("payload") and (
+        num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens)
+    ):
         raise ValueError(
             f"vertex {meta.vertex_id!r}: {num_tokens} response tokens and {num_logprobs} "
             f"log-probabilities for num_response_tokens = {meta.num_response_tokens}"
         )
-    objects: list[str] = []
-    for name, value in payload.columns.items():
-        expected = _FIELD_OF_TYPE.get(columns.get(name, 0))
-        if expected is None:
-            raise ValueError(f"vertex {meta.vertex_id!r}: the run declares no column {name!r}")
-        if value.WhichOneof("value") != expected:
-            raise ValueError(f"vertex {meta.vertex_id!r}: column {name!r} takes {expected}")
-        if expected == "object_value":
-            objects.append(check_key(value.object_value.key))
-    return objects
+    check_ready(meta, payload.columns, columns)
+    return check_values(meta.vertex_id, payload.columns, columns) if payload.columns else []
 
 
 def check_sample(sample: graph_pb2.Sample) -> None:

@@ -18,28 +18,48 @@ from flexmarl.client.store import StoreClient
 
 
 def graph(
-    run_id: str, sample_id: str, *, format_: str, data_dir: Path, cluster: Sequence[str]
+    run_id: str,
+    sample_id: str,
+    *,
+    format_: str,
+    critical_path: bool,
+    around: str,
+    hops: int,
+    data_dir: Path,
+    cluster: Sequence[str],
 ) -> None:
-    """Draw a sample.
+    """Draw a sample, or the neighbours of one of its calls.
 
     Raises:
         CliError: No such format.
-        DomainError: No such run or sample.
+        DomainError: No such run, sample or call.
     """
     if format_ not in DRAWINGS:
         raise CliError(f"--format {format_!r}: use one of {', '.join(DRAWINGS)}")
 
     async def read(store: StoreClient, folder: ClusterFolder) -> SampleView:
-        return await _read(store, folder, run_id, sample_id)
+        answer = await store.get_sample_graph(
+            run_id, sample_id, view=meg_store_pb2.VERTEX_VIEW_FULL, critical_path=critical_path
+        )
+        if around:
+            vertex_id = f"{answer.sample.sample_id}/{around}"
+            near = await store.get_neighbourhood(run_id, vertex_id, hops=hops)
+            names = {vertex.meta.vertex_id for vertex in near}
+            kept = [vertex for vertex in answer.vertices if vertex.meta.vertex_id in names]
+            del answer.vertices[:]
+            answer.vertices.extend(kept)
+        return await _view(store, folder, run_id, answer)
 
     print_line(DRAWINGS[format_](with_store(read, data_dir=data_dir, cluster=cluster)))
 
 
-async def _read(
-    store: StoreClient, folder: ClusterFolder, run_id: str, sample_id: str
+async def _view(
+    store: StoreClient,
+    folder: ClusterFolder,
+    run_id: str,
+    answer: meg_store_pb2.GetSampleGraphResponse,
 ) -> SampleView:
     run = await store.get_run(run_id)
-    answer = await store.get_sample_graph(run_id, sample_id, view=meg_store_pb2.VERTEX_VIEW_FULL)
     policies = {vertex.meta.policy for vertex in answer.vertices if vertex.meta.policy}
     models = {name: await materialise(store, run.models[name], folder.cache) for name in policies}
     return sample_view(
@@ -47,6 +67,7 @@ async def _read(
         answer.vertices,
         query_json=await _query_of(store, run_id, answer.sample),
         decode=TokenTexts(models),
+        critical_path=answer.critical_path,
     )
 
 

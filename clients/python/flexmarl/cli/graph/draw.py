@@ -31,7 +31,19 @@ def draw_text(sample: SampleView) -> str:
     lines += _branches(children, "", "")
     if sample.output:
         lines.append(f"output  {sample.output}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_critical(sample)])
+
+
+def _critical(sample: SampleView) -> Iterator[str]:
+    if not sample.critical_path:
+        return
+    total_s = sum(step.total_s for step in sample.critical_path)
+    yield f"critical path  {total_s:.3f} s"
+    for step in sample.critical_path:
+        yield (
+            f"   {step.title} {step.path}  {step.total_s:.3f} s = {step.before_s:.3f} before + "
+            f"{step.queued_s:.3f} queued + {step.running_s:.3f} running"
+        )
 
 
 def _branches(children: Mapping[str, list[Node]], parent: str, indent: str) -> Iterator[str]:
@@ -61,10 +73,13 @@ def _line(node: Node) -> str:
 def draw_dot(sample: SampleView) -> str:
     """Graphviz DOT."""
     lines = ["digraph sample {", f"  label={_quoted(sample.sample_id)};", "  rankdir=TB;"]
+    critical = {step.path for step in sample.critical_path}
     for node in sample.nodes:
         label = _quoted(_label(node, "\n"))
-        shape = _SHAPES[bool(node.policy)]
-        lines.append(f"  {_quoted(node.path)} [shape={shape}, label={label}];")
+        look = f"shape={_SHAPES[bool(node.policy)]}"
+        if node.path in critical:
+            look += ", penwidth=3"
+        lines.append(f"  {_quoted(node.path)} [{look}, label={label}];")
     for node in sample.nodes:
         lines += [f"  {_quoted(source)} -> {_quoted(node.path)};" for source in node.upstream]
     return "\n".join([*lines, "}"])
@@ -84,6 +99,9 @@ def draw_mermaid(sample: SampleView) -> str:
             for source in node.upstream
             if source in names
         ]
+    critical = [names[step.path] for step in sample.critical_path if step.path in names]
+    if critical:
+        lines += ["  classDef critical stroke-width:3px", f"  class {','.join(critical)} critical"]
     return "\n".join(lines)
 
 

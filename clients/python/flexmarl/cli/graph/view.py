@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2, meg_store_pb2
 
 Decode = Callable[[str, Sequence[int]], str]
 """Text of tokens under the tokenizer of a policy."""
@@ -67,6 +67,30 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PathStep:
+    """One call of the critical path; times in seconds.
+
+    Attributes:
+        path: Path of the call.
+        title: Agent or tool.
+        before_s: In the workflow's own code before the call.
+        queued_s: Until it was sent to an instance.
+        running_s: Until it finished.
+    """
+
+    path: str
+    title: str
+    before_s: float
+    queued_s: float
+    running_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.before_s + self.queued_s + self.running_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
     """One sample.
 
@@ -78,6 +102,7 @@ class SampleView:
         team_reward: Reward of the team.
         failure: Why it failed.
         nodes: Vertices in topological order.
+        critical_path: Calls that its end waited for, in order; empty when it was not asked for.
     """
 
     sample_id: str
@@ -87,6 +112,7 @@ class SampleView:
     team_reward: float | None
     failure: str
     nodes: tuple[Node, ...]
+    critical_path: tuple[PathStep, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As in the JSON drawing."""
@@ -99,6 +125,7 @@ class SampleView:
             "failure": self.failure,
             "vertices": [node.to_json() for node in self.nodes],
             "edges": [[source, node.path] for node in self.nodes for source in node.upstream],
+            "critical_path": [asdict(step) for step in self.critical_path],
         }
 
 
@@ -108,9 +135,11 @@ def sample_view(
     *,
     query_json: bytes,
     decode: Decode,
+    critical_path: Iterable[meg_store_pb2.CriticalStep] = (),
 ) -> SampleView:
     """Reads a stored sample."""
     rewards = sample.rewards
+    titles = {vertex.meta.vertex_id: vertex.meta.agent for vertex in vertices}
     return SampleView(
         sample_id=sample.sample_id,
         status=_enum(common_pb2.SampleStatus.Name(sample.status), "SAMPLE_STATUS_"),
@@ -119,6 +148,16 @@ def sample_view(
         team_reward=rewards.team if rewards.HasField("team") else None,
         failure=sample.failure.message,
         nodes=tuple(_node(vertex, decode) for vertex in vertices),
+        critical_path=tuple(
+            PathStep(
+                path=step.vertex_id.partition("/")[2],
+                title=titles.get(step.vertex_id, ""),
+                before_s=step.before_ns / 1e9,
+                queued_s=step.queued_ns / 1e9,
+                running_s=step.running_ns / 1e9,
+            )
+            for step in critical_path
+        ),
     )
 
 

@@ -35,9 +35,9 @@ class _ColumnTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ColumnType
     COLUMN_TYPE_BOOL: _ColumnType.ValueType  # 3
     """Boolean."""
     COLUMN_TYPE_STRING: _ColumnType.ValueType  # 4
-    """Short UTF-8 string."""
+    """UTF-8 string of at most 4 KiB, inline."""
     COLUMN_TYPE_OBJECT: _ColumnType.ValueType  # 5
-    """Reference to an object."""
+    """Reference to an object: longer strings, lists, tensors."""
 
 class ColumnType(_ColumnType, metaclass=_ColumnTypeEnumTypeWrapper):
     """ColumnType is the type of a declared column."""
@@ -51,9 +51,9 @@ COLUMN_TYPE_FLOAT: ColumnType.ValueType  # 2
 COLUMN_TYPE_BOOL: ColumnType.ValueType  # 3
 """Boolean."""
 COLUMN_TYPE_STRING: ColumnType.ValueType  # 4
-"""Short UTF-8 string."""
+"""UTF-8 string of at most 4 KiB, inline."""
 COLUMN_TYPE_OBJECT: ColumnType.ValueType  # 5
-"""Reference to an object."""
+"""Reference to an object: longer strings, lists, tensors."""
 Global___ColumnType: _TypeAlias = ColumnType  # noqa: Y015
 
 @_typing.final
@@ -197,19 +197,23 @@ class Column(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TYPE_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the column."""
+    """Name of the column; none of the built-in ones (see VertexMeta.ready_columns)."""
     type: Global___ColumnType.ValueType
-    """Type of its values."""
+    """Type of its values. Numbers, booleans and strings are inline, objects by reference."""
+    required: _builtins.bool
+    """A released row can be claimed only once this column is ready."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         type: Global___ColumnType.ValueType = ...,
+        required: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "required", b"required", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -604,7 +608,10 @@ class VertexMeta(_message.Message):
 
     @_builtins.property
     def ready_columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the data columns that are ready."""
+        """Names of the data columns that are ready: of "prompt_tokens", "response_tokens", "logprobs",
+        "output", "tool_input" those that the writer names; of declared ones those with a value, set by
+        the store.
+        """
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:

@@ -73,6 +73,66 @@ VERTEX_VIEW_FULL: VertexView.ValueType  # 2
 """Meta and data columns."""
 Global___VertexView: _TypeAlias = VertexView  # noqa: Y015
 
+class _VertexOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VertexOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VertexOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERTEX_ORDER_UNSPECIFIED: _VertexOrder.ValueType  # 0
+    """Means VERTEX_ORDER_ID."""
+    VERTEX_ORDER_ID: _VertexOrder.ValueType  # 1
+    """By agent, then id: the order of the tables, without sorting."""
+    VERTEX_ORDER_FINISHED: _VertexOrder.ValueType  # 2
+    """By time of the end."""
+    VERTEX_ORDER_REWARD: _VertexOrder.ValueType  # 3
+    """By reward; rows without reward come as if it were the smallest."""
+    VERTEX_ORDER_DURATION: _VertexOrder.ValueType  # 4
+    """By time from the call to the end."""
+    VERTEX_ORDER_TOKENS: _VertexOrder.ValueType  # 5
+    """By prompt and response tokens."""
+
+class VertexOrder(_VertexOrder, metaclass=_VertexOrderEnumTypeWrapper):
+    """VertexOrder says how a listing is sorted."""
+
+VERTEX_ORDER_UNSPECIFIED: VertexOrder.ValueType  # 0
+"""Means VERTEX_ORDER_ID."""
+VERTEX_ORDER_ID: VertexOrder.ValueType  # 1
+"""By agent, then id: the order of the tables, without sorting."""
+VERTEX_ORDER_FINISHED: VertexOrder.ValueType  # 2
+"""By time of the end."""
+VERTEX_ORDER_REWARD: VertexOrder.ValueType  # 3
+"""By reward; rows without reward come as if it were the smallest."""
+VERTEX_ORDER_DURATION: VertexOrder.ValueType  # 4
+"""By time from the call to the end."""
+VERTEX_ORDER_TOKENS: VertexOrder.ValueType  # 5
+"""By prompt and response tokens."""
+Global___VertexOrder: _TypeAlias = VertexOrder  # noqa: Y015
+
+class _EdgeDirection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EdgeDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EdgeDirection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EDGE_DIRECTION_UNSPECIFIED: _EdgeDirection.ValueType  # 0
+    """Both ways, independently: what it needed and what needed it."""
+    EDGE_DIRECTION_UPSTREAM: _EdgeDirection.ValueType  # 1
+    """To the vertices whose output it needed."""
+    EDGE_DIRECTION_DOWNSTREAM: _EdgeDirection.ValueType  # 2
+    """To the vertices that needed its output."""
+
+class EdgeDirection(_EdgeDirection, metaclass=_EdgeDirectionEnumTypeWrapper):
+    """EdgeDirection says which way edges are followed."""
+
+EDGE_DIRECTION_UNSPECIFIED: EdgeDirection.ValueType  # 0
+"""Both ways, independently: what it needed and what needed it."""
+EDGE_DIRECTION_UPSTREAM: EdgeDirection.ValueType  # 1
+"""To the vertices whose output it needed."""
+EDGE_DIRECTION_DOWNSTREAM: EdgeDirection.ValueType  # 2
+"""To the vertices that needed its output."""
+Global___EdgeDirection: _TypeAlias = EdgeDirection  # noqa: Y015
+
 class _EventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -747,6 +807,112 @@ class VoidRowsResponse(_message.Message):
 Global___VoidRowsResponse: _TypeAlias = VoidRowsResponse  # noqa: Y015
 
 @_typing.final
+class WriteColumnsRequest(_message.Message):
+    """WriteColumnsRequest gives rows values of declared columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    WRITES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run."""
+    term: _builtins.int
+    """Orchestrator's term."""
+    @_builtins.property
+    def writes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ColumnWrite]:
+        """The values."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        writes: _abc.Iterable[Global___ColumnWrite] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id", "term", b"term", "writes", b"writes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteColumnsRequest: _TypeAlias = WriteColumnsRequest  # noqa: Y015
+
+@_typing.final
+class ColumnWrite(_message.Message):
+    """ColumnWrite is values of one row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _graph_pb2.ColumnValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _graph_pb2.ColumnValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROW_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def row(self) -> _common_pb2.VertexRef:
+        """The row."""
+
+    @_builtins.property
+    def values(self) -> _containers.MessageMap[_builtins.str, _graph_pb2.ColumnValue]:
+        """Values by name of the declared column; the value that is there already is accepted again,
+        another one is refused (CONTENT_MISMATCH).
+        """
+
+    def __init__(
+        self,
+        *,
+        row: _common_pb2.VertexRef | None = ...,
+        values: _abc.Mapping[_builtins.str, _graph_pb2.ColumnValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColumnWrite: _TypeAlias = ColumnWrite  # noqa: Y015
+
+@_typing.final
+class WriteColumnsResponse(_message.Message):
+    """WriteColumnsResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteColumnsResponse: _TypeAlias = WriteColumnsResponse  # noqa: Y015
+
+@_typing.final
 class GetVerticesRequest(_message.Message):
     """GetVerticesRequest names rows."""
 
@@ -817,6 +983,15 @@ class VertexFilter(_message.Message):
     VOID_REASON_FIELD_NUMBER: _builtins.int
     CLAIMABLE_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
+    ID_PREFIX_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_ID_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_VERSION_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
+    FINISHED_FROM_UNIX_NS_FIELD_NUMBER: _builtins.int
+    FINISHED_BEFORE_UNIX_NS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     """Batch."""
     group_id: _builtins.str
@@ -833,6 +1008,24 @@ class VertexFilter(_message.Message):
     """Void reason."""
     claimable: _builtins.bool
     """Only rows that are released, not void and not marked."""
+    id_prefix: _builtins.str
+    """What the vertex id starts with, such as a batch attempt or a part of the path."""
+    kind: _common_pb2.VertexKind.ValueType
+    """What was invoked."""
+    micro_batch_id: _builtins.str
+    """Micro-batch that marked the row."""
+    min_version: _builtins.int
+    """Smallest policy_version, inclusive."""
+    max_version: _builtins.int
+    """Largest policy_version, inclusive."""
+    min_reward: _builtins.float
+    """Smallest reward, inclusive; rows without reward do not match."""
+    max_reward: _builtins.float
+    """Largest reward, inclusive; rows without reward do not match."""
+    finished_from_unix_ns: _builtins.int
+    """Finished at this time or later, Unix nanoseconds; 0 means any."""
+    finished_before_unix_ns: _builtins.int
+    """Finished before this time, Unix nanoseconds; 0 means any."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Any of these groups; not together with group_id or sample_id."""
@@ -849,14 +1042,40 @@ class VertexFilter(_message.Message):
         void_reason: _common_pb2.VoidReason.ValueType = ...,
         claimable: _builtins.bool = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        id_prefix: _builtins.str = ...,
+        kind: _common_pb2.VertexKind.ValueType = ...,
+        micro_batch_id: _builtins.str = ...,
+        min_version: _builtins.int | None = ...,
+        max_version: _builtins.int | None = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
+        finished_from_unix_ns: _builtins.int = ...,
+        finished_before_unix_ns: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_max_reward", b"_max_reward", "_max_version", b"_max_version", "_min_reward", b"_min_reward", "_min_version", b"_min_version", "batch", b"batch", "max_reward", b"max_reward", "max_version", b"max_version", "min_reward", b"min_reward", "min_version", b"min_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "agent", b"agent", "batch", b"batch", "claimable", b"claimable", "group_id", b"group_id", "group_ids", b"group_ids", "policy", b"policy", "sample_id", b"sample_id", "status", b"status", "void_reason", b"void_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_max_reward", b"_max_reward", "_max_version", b"_max_version", "_min_reward", b"_min_reward", "_min_version", b"_min_version", "agent", b"agent", "batch", b"batch", "claimable", b"claimable", "finished_before_unix_ns", b"finished_before_unix_ns", "finished_from_unix_ns", b"finished_from_unix_ns", "group_id", b"group_id", "group_ids", b"group_ids", "id_prefix", b"id_prefix", "kind", b"kind", "max_reward", b"max_reward", "max_version", b"max_version", "micro_batch_id", b"micro_batch_id", "min_reward", b"min_reward", "min_version", b"min_version", "policy", b"policy", "sample_id", b"sample_id", "status", b"status", "void_reason", b"void_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
     _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
+    _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
+    _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch) -> _WhichOneofReturnType__batch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_version) -> _WhichOneofReturnType__max_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
 
 Global___VertexFilter: _TypeAlias = VertexFilter  # noqa: Y015
 
@@ -871,6 +1090,8 @@ class ListVerticesRequest(_message.Message):
     VIEW_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    DESCENDING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     view: Global___VertexView.ValueType
@@ -879,6 +1100,10 @@ class ListVerticesRequest(_message.Message):
     """At most this many; 0 means 1000."""
     page_token: _builtins.str
     """Token of the last page's answer, bound to the filter."""
+    order: Global___VertexOrder.ValueType
+    """How the rows are sorted; ties by agent and id."""
+    descending: _builtins.bool
+    """Largest first."""
     @_builtins.property
     def filter(self) -> Global___VertexFilter:
         """Which."""
@@ -891,10 +1116,12 @@ class ListVerticesRequest(_message.Message):
         view: Global___VertexView.ValueType = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        order: Global___VertexOrder.ValueType = ...,
+        descending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descending", b"descending", "filter", b"filter", "order", b"order", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -902,7 +1129,7 @@ Global___ListVerticesRequest: _TypeAlias = ListVerticesRequest  # noqa: Y015
 
 @_typing.final
 class ListVerticesResponse(_message.Message):
-    """ListVerticesResponse returns one page, ordered by agent and id."""
+    """ListVerticesResponse returns one page, in the order asked for."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -927,6 +1154,96 @@ class ListVerticesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListVerticesResponse: _TypeAlias = ListVerticesResponse  # noqa: Y015
+
+@_typing.final
+class ListClaimableRequest(_message.Message):
+    """ListClaimableRequest asks for rows to train on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    policy: _builtins.str
+    """Policy."""
+    max_rows: _builtins.int
+    """At most this many rows; 0 means 1000."""
+    max_tokens: _builtins.int
+    """At most this many prompt and response tokens, but one row at least; 0 means any number."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        max_rows: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rows", b"max_rows", "max_tokens", b"max_tokens", "policy", b"policy", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClaimableRequest: _TypeAlias = ListClaimableRequest  # noqa: Y015
+
+@_typing.final
+class ListClaimableResponse(_message.Message):
+    """ListClaimableResponse returns rows that are released, complete, not void and not marked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    more: _builtins.bool
+    """There are more."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimableRow]:
+        """The rows by vertex id, and so those of the oldest group first."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___ClaimableRow] | None = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClaimableResponse: _TypeAlias = ListClaimableResponse  # noqa: Y015
+
+@_typing.final
+class ClaimableRow(_message.Message):
+    """ClaimableRow is one row that a micro-batch may take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Its prompt and response tokens."""
+    @_builtins.property
+    def row(self) -> _common_pb2.VertexRef:
+        """The row."""
+
+    def __init__(
+        self,
+        *,
+        row: _common_pb2.VertexRef | None = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimableRow: _TypeAlias = ClaimableRow  # noqa: Y015
 
 @_typing.final
 class ListSamplesRequest(_message.Message):
@@ -1073,22 +1390,26 @@ class GetSampleGraphRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
+    CRITICAL_PATH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     sample_id: _builtins.str
     """Sample; a prefix that fits exactly one is accepted."""
     view: Global___VertexView.ValueType
     """How much of each vertex."""
+    critical_path: _builtins.bool
+    """Find the critical path, too."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         sample_id: _builtins.str = ...,
         view: Global___VertexView.ValueType = ...,
+        critical_path: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "sample_id", b"sample_id", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["critical_path", b"critical_path", "run_id", b"run_id", "sample_id", b"sample_id", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1102,6 +1423,7 @@ class GetSampleGraphResponse(_message.Message):
 
     SAMPLE_FIELD_NUMBER: _builtins.int
     VERTICES_FIELD_NUMBER: _builtins.int
+    CRITICAL_PATH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sample(self) -> _graph_pb2.Sample:
         """The sample."""
@@ -1110,19 +1432,246 @@ class GetSampleGraphResponse(_message.Message):
     def vertices(self) -> _containers.RepeatedCompositeFieldContainer[_graph_pb2.Vertex]:
         """Its vertices in topological order."""
 
+    @_builtins.property
+    def critical_path(self) -> _containers.RepeatedCompositeFieldContainer[Global___CriticalStep]:
+        """The chain of calls that its end waited for, in order; only when asked for."""
+
     def __init__(
         self,
         *,
         sample: _graph_pb2.Sample | None = ...,
         vertices: _abc.Iterable[_graph_pb2.Vertex] | None = ...,
+        critical_path: _abc.Iterable[Global___CriticalStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample", "vertices", b"vertices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["critical_path", b"critical_path", "sample", b"sample", "vertices", b"vertices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSampleGraphResponse: _TypeAlias = GetSampleGraphResponse  # noqa: Y015
+
+@_typing.final
+class CriticalStep(_message.Message):
+    """CriticalStep is one call of a critical path; the parts of all steps add up to the path's length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERTEX_ID_FIELD_NUMBER: _builtins.int
+    BEFORE_NS_FIELD_NUMBER: _builtins.int
+    QUEUED_NS_FIELD_NUMBER: _builtins.int
+    RUNNING_NS_FIELD_NUMBER: _builtins.int
+    vertex_id: _builtins.str
+    """The vertex."""
+    before_ns: _builtins.int
+    """Time in the workflow's own code before the call was made, nanoseconds."""
+    queued_ns: _builtins.int
+    """Time from the call until it was sent to an instance, nanoseconds."""
+    running_ns: _builtins.int
+    """Time from there until it finished, nanoseconds."""
+    def __init__(
+        self,
+        *,
+        vertex_id: _builtins.str = ...,
+        before_ns: _builtins.int = ...,
+        queued_ns: _builtins.int = ...,
+        running_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_ns", b"before_ns", "queued_ns", b"queued_ns", "running_ns", b"running_ns", "vertex_id", b"vertex_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CriticalStep: _TypeAlias = CriticalStep  # noqa: Y015
+
+@_typing.final
+class GetNeighbourhoodRequest(_message.Message):
+    """GetNeighbourhoodRequest names a vertex."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERTEX_ID_FIELD_NUMBER: _builtins.int
+    HOPS_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    vertex_id: _builtins.str
+    """The vertex."""
+    hops: _builtins.int
+    """Edges to follow; 0 means 1."""
+    direction: Global___EdgeDirection.ValueType
+    """Which way."""
+    view: Global___VertexView.ValueType
+    """How much of each vertex."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        vertex_id: _builtins.str = ...,
+        hops: _builtins.int = ...,
+        direction: Global___EdgeDirection.ValueType = ...,
+        view: Global___VertexView.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "hops", b"hops", "run_id", b"run_id", "vertex_id", b"vertex_id", "view", b"view"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNeighbourhoodRequest: _TypeAlias = GetNeighbourhoodRequest  # noqa: Y015
+
+@_typing.final
+class GetNeighbourhoodResponse(_message.Message):
+    """GetNeighbourhoodResponse returns a part of a sample's graph."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERTICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def vertices(self) -> _containers.RepeatedCompositeFieldContainer[_graph_pb2.Vertex]:
+        """The vertex and its neighbours, in topological order."""
+
+    def __init__(
+        self,
+        *,
+        vertices: _abc.Iterable[_graph_pb2.Vertex] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["vertices", b"vertices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNeighbourhoodResponse: _TypeAlias = GetNeighbourhoodResponse  # noqa: Y015
+
+@_typing.final
+class DescribeAgentsRequest(_message.Message):
+    """DescribeAgentsRequest names a run, or one of its batches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    batch: _builtins.int
+    """Batch; unset means all."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        batch: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "batch", b"batch", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
+    _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch) -> _WhichOneofReturnType__batch | None: ...
+
+Global___DescribeAgentsRequest: _TypeAlias = DescribeAgentsRequest  # noqa: Y015
+
+@_typing.final
+class DescribeAgentsResponse(_message.Message):
+    """DescribeAgentsResponse returns one entry per agent and tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENTS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """Samples with a vertex of any agent."""
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgentStatistics]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        agents: _abc.Iterable[Global___AgentStatistics] | None = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeAgentsResponse: _TypeAlias = DescribeAgentsResponse  # noqa: Y015
+
+@_typing.final
+class AgentStatistics(_message.Message):
+    """AgentStatistics counts one agent's vertices; sums, so that those of several shards add up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    NUM_VERTICES_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_PER_SAMPLE_FIELD_NUMBER: _builtins.int
+    IN_DEGREE_FIELD_NUMBER: _builtins.int
+    MAX_IN_DEGREE_FIELD_NUMBER: _builtins.int
+    OUT_DEGREE_FIELD_NUMBER: _builtins.int
+    MAX_OUT_DEGREE_FIELD_NUMBER: _builtins.int
+    NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUED_NS_FIELD_NUMBER: _builtins.int
+    RUNNING_NS_FIELD_NUMBER: _builtins.int
+    NUM_CRITICAL_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """Agent, or name of the tool."""
+    policy: _builtins.str
+    """Policy; empty for tools."""
+    num_vertices: _builtins.int
+    """Vertices, cut and failed ones included."""
+    num_samples: _builtins.int
+    """Samples that have one."""
+    max_per_sample: _builtins.int
+    """Most vertices in one sample."""
+    in_degree: _builtins.int
+    """Edges into its vertices."""
+    max_in_degree: _builtins.int
+    """Most edges into one vertex."""
+    out_degree: _builtins.int
+    """Edges out of its vertices."""
+    max_out_degree: _builtins.int
+    """Most edges out of one vertex."""
+    num_response_tokens: _builtins.int
+    """Sampled tokens."""
+    queued_ns: _builtins.int
+    """Time from the call until it was sent to an instance, nanoseconds, summed."""
+    running_ns: _builtins.int
+    """Time from there until it finished, nanoseconds, summed."""
+    num_critical: _builtins.int
+    """Times that a vertex was on the critical path of its sample."""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        num_vertices: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+        max_per_sample: _builtins.int = ...,
+        in_degree: _builtins.int = ...,
+        max_in_degree: _builtins.int = ...,
+        out_degree: _builtins.int = ...,
+        max_out_degree: _builtins.int = ...,
+        num_response_tokens: _builtins.int = ...,
+        queued_ns: _builtins.int = ...,
+        running_ns: _builtins.int = ...,
+        num_critical: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "in_degree", b"in_degree", "max_in_degree", b"max_in_degree", "max_out_degree", b"max_out_degree", "max_per_sample", b"max_per_sample", "num_critical", b"num_critical", "num_response_tokens", b"num_response_tokens", "num_samples", b"num_samples", "num_vertices", b"num_vertices", "out_degree", b"out_degree", "policy", b"policy", "queued_ns", b"queued_ns", "running_ns", b"running_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentStatistics: _TypeAlias = AgentStatistics  # noqa: Y015
 
 @_typing.final
 class CountVerticesRequest(_message.Message):
@@ -2390,6 +2939,66 @@ class CloseSegmentResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSegmentResponse: _TypeAlias = CloseSegmentResponse  # noqa: Y015
+
+@_typing.final
+class CreateSnapshotRequest(_message.Message):
+    """CreateSnapshotRequest names a snapshot to make."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    name: _builtins.str
+    """Name of the snapshot: its folder below "snapshots" in the store's data folder."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSnapshotRequest: _TypeAlias = CreateSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class CreateSnapshotResponse(_message.Message):
+    """CreateSnapshotResponse says where it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    NUM_OBJECTS_FIELD_NUMBER: _builtins.int
+    NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Absolute path of the folder on the store's node."""
+    num_objects: _builtins.int
+    """Objects in it."""
+    num_segments: _builtins.int
+    """Sealed segments in it."""
+    segment_bytes: _builtins.int
+    """Bytes of its segments."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        num_objects: _builtins.int = ...,
+        num_segments: _builtins.int = ...,
+        segment_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_objects", b"num_objects", "num_segments", b"num_segments", "path", b"path", "segment_bytes", b"segment_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSnapshotResponse: _TypeAlias = CreateSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):

@@ -84,6 +84,11 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.VoidRowsRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.VoidRowsResponse.FromString,
                 _registered_method=True)
+        self.WriteColumns = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/WriteColumns',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsResponse.FromString,
+                _registered_method=True)
         self.GetVertices = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetVertices',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetVerticesRequest.SerializeToString,
@@ -93,6 +98,11 @@ class MegStoreServiceStub(object):
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListVertices',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesResponse.FromString,
+                _registered_method=True)
+        self.ListClaimable = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListClaimable',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableResponse.FromString,
                 _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListSamples',
@@ -108,6 +118,16 @@ class MegStoreServiceStub(object):
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetSampleGraph',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphResponse.FromString,
+                _registered_method=True)
+        self.GetNeighbourhood = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetNeighbourhood',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodResponse.FromString,
+                _registered_method=True)
+        self.DescribeAgents = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/DescribeAgents',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsResponse.FromString,
                 _registered_method=True)
         self.CountVertices = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CountVertices',
@@ -199,6 +219,11 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.FromString,
                 _registered_method=True)
+        self.CreateSnapshot = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CreateSnapshot',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetStats',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetStatsRequest.SerializeToString,
@@ -277,6 +302,13 @@ class MegStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteColumns(self, request, context):
+        """WriteColumns gives stored rows values of declared columns; a value that is there is final.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVertices(self, request, context):
         """GetVertices reads rows by reference, in the order asked for.
         """
@@ -286,6 +318,13 @@ class MegStoreServiceServicer(object):
 
     def ListVertices(self, request, context):
         """ListVertices pages through vertices that match a filter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListClaimable(self, request, context):
+        """ListClaimable lists rows of a policy that a micro-batch may take, those of the oldest group first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,6 +346,20 @@ class MegStoreServiceServicer(object):
 
     def GetSampleGraph(self, request, context):
         """GetSampleGraph reads one sample with all its vertices.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNeighbourhood(self, request, context):
+        """GetNeighbourhood reads a vertex with those within some edges of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeAgents(self, request, context):
+        """DescribeAgents counts calls, edges, tokens and time per agent: where the skew is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -438,6 +491,13 @@ class MegStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateSnapshot(self, request, context):
+        """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """GetStats reads sizes, queues and tiers of this store.
         """
@@ -493,6 +553,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.VoidRowsRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.VoidRowsResponse.SerializeToString,
             ),
+            'WriteColumns': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteColumns,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsResponse.SerializeToString,
+            ),
             'GetVertices': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVertices,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetVerticesRequest.FromString,
@@ -502,6 +567,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.ListVertices,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesResponse.SerializeToString,
+            ),
+            'ListClaimable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClaimable,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -517,6 +587,16 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.GetSampleGraph,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphResponse.SerializeToString,
+            ),
+            'GetNeighbourhood': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNeighbourhood,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodResponse.SerializeToString,
+            ),
+            'DescribeAgents': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeAgents,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsResponse.SerializeToString,
             ),
             'CountVertices': grpc.unary_unary_rpc_method_handler(
                     servicer.CountVertices,
@@ -607,6 +687,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.CloseSegment,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.SerializeToString,
+            ),
+            'CreateSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSnapshot,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -873,6 +958,33 @@ class MegStoreService(object):
             _registered_method=True)
 
     @staticmethod
+    def WriteColumns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/WriteColumns',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.WriteColumnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetVertices(request,
             target,
             options=(),
@@ -916,6 +1028,33 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListVertices',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListVerticesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListClaimable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListClaimable',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ListClaimableResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -997,6 +1136,60 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetSampleGraph',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetSampleGraphResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNeighbourhood(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetNeighbourhood',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.GetNeighbourhoodResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeAgents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/DescribeAgents',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DescribeAgentsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1483,6 +1676,33 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CloseSegment',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CreateSnapshot',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,16 +56,24 @@ class MegStoreServiceStub:
     """CloseGroups closes or drops groups, and releases or voids their rows, in one atomic batch."""
     VoidRows: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.VoidRowsRequest, _meg_store_pb2.VoidRowsResponse]
     """VoidRows gives finished rows a reason not to be trained on."""
+    WriteColumns: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.WriteColumnsRequest, _meg_store_pb2.WriteColumnsResponse]
+    """WriteColumns gives stored rows values of declared columns; a value that is there is final."""
     GetVertices: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetVerticesRequest, _meg_store_pb2.GetVerticesResponse]
     """GetVertices reads rows by reference, in the order asked for."""
     ListVertices: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ListVerticesRequest, _meg_store_pb2.ListVerticesResponse]
     """ListVertices pages through vertices that match a filter."""
+    ListClaimable: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ListClaimableRequest, _meg_store_pb2.ListClaimableResponse]
+    """ListClaimable lists rows of a policy that a micro-batch may take, those of the oldest group first."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ListSamplesRequest, _meg_store_pb2.ListSamplesResponse]
     """ListSamples pages through samples of a batch or group."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ListGroupsRequest, _meg_store_pb2.ListGroupsResponse]
     """ListGroups pages through groups of a batch."""
     GetSampleGraph: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetSampleGraphRequest, _meg_store_pb2.GetSampleGraphResponse]
     """GetSampleGraph reads one sample with all its vertices."""
+    GetNeighbourhood: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetNeighbourhoodRequest, _meg_store_pb2.GetNeighbourhoodResponse]
+    """GetNeighbourhood reads a vertex with those within some edges of it."""
+    DescribeAgents: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.DescribeAgentsRequest, _meg_store_pb2.DescribeAgentsResponse]
+    """DescribeAgents counts calls, edges, tokens and time per agent: where the skew is."""
     CountVertices: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CountVerticesRequest, _meg_store_pb2.CountVerticesResponse]
     """CountVertices counts the vertices of a batch per policy: finished = consumed + void."""
     Watch: _grpc.UnaryStreamMultiCallable[_meg_store_pb2.WatchRequest, _meg_store_pb2.WatchResponse]
@@ -102,6 +110,8 @@ class MegStoreServiceStub:
     """OpenSegment gives path, layout and a lease of a sealed segment."""
     CloseSegment: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSegmentRequest, _meg_store_pb2.CloseSegmentResponse]
     """CloseSegment gives a lease back."""
+    CreateSnapshot: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]
+    """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]
     """GetStats reads sizes, queues and tiers of this store."""
 
@@ -133,16 +143,24 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """CloseGroups closes or drops groups, and releases or voids their rows, in one atomic batch."""
     VoidRows: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.VoidRowsRequest, _meg_store_pb2.VoidRowsResponse]  # type: ignore[assignment]
     """VoidRows gives finished rows a reason not to be trained on."""
+    WriteColumns: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.WriteColumnsRequest, _meg_store_pb2.WriteColumnsResponse]  # type: ignore[assignment]
+    """WriteColumns gives stored rows values of declared columns; a value that is there is final."""
     GetVertices: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetVerticesRequest, _meg_store_pb2.GetVerticesResponse]  # type: ignore[assignment]
     """GetVertices reads rows by reference, in the order asked for."""
     ListVertices: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ListVerticesRequest, _meg_store_pb2.ListVerticesResponse]  # type: ignore[assignment]
     """ListVertices pages through vertices that match a filter."""
+    ListClaimable: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ListClaimableRequest, _meg_store_pb2.ListClaimableResponse]  # type: ignore[assignment]
+    """ListClaimable lists rows of a policy that a micro-batch may take, those of the oldest group first."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ListSamplesRequest, _meg_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
     """ListSamples pages through samples of a batch or group."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ListGroupsRequest, _meg_store_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """ListGroups pages through groups of a batch."""
     GetSampleGraph: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetSampleGraphRequest, _meg_store_pb2.GetSampleGraphResponse]  # type: ignore[assignment]
     """GetSampleGraph reads one sample with all its vertices."""
+    GetNeighbourhood: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetNeighbourhoodRequest, _meg_store_pb2.GetNeighbourhoodResponse]  # type: ignore[assignment]
+    """GetNeighbourhood reads a vertex with those within some edges of it."""
+    DescribeAgents: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.DescribeAgentsRequest, _meg_store_pb2.DescribeAgentsResponse]  # type: ignore[assignment]
+    """DescribeAgents counts calls, edges, tokens and time per agent: where the skew is."""
     CountVertices: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CountVerticesRequest, _meg_store_pb2.CountVerticesResponse]  # type: ignore[assignment]
     """CountVertices counts the vertices of a batch per policy: finished = consumed + void."""
     Watch: _aio.UnaryStreamMultiCallable[_meg_store_pb2.WatchRequest, _meg_store_pb2.WatchResponse]  # type: ignore[assignment]
@@ -179,6 +197,8 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """OpenSegment gives path, layout and a lease of a sealed segment."""
     CloseSegment: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSegmentRequest, _meg_store_pb2.CloseSegmentResponse]  # type: ignore[assignment]
     """CloseSegment gives a lease back."""
+    CreateSnapshot: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]  # type: ignore[assignment]
+    """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats reads sizes, queues and tiers of this store."""
 
@@ -263,6 +283,14 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """VoidRows gives finished rows a reason not to be trained on."""
 
     @_abc_1.abstractmethod
+    def WriteColumns(
+        self,
+        request: _meg_store_pb2.WriteColumnsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.WriteColumnsResponse, _abc.Awaitable[_meg_store_pb2.WriteColumnsResponse]]:
+        """WriteColumns gives stored rows values of declared columns; a value that is there is final."""
+
+    @_abc_1.abstractmethod
     def GetVertices(
         self,
         request: _meg_store_pb2.GetVerticesRequest,
@@ -277,6 +305,14 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.ListVerticesResponse, _abc.Awaitable[_meg_store_pb2.ListVerticesResponse]]:
         """ListVertices pages through vertices that match a filter."""
+
+    @_abc_1.abstractmethod
+    def ListClaimable(
+        self,
+        request: _meg_store_pb2.ListClaimableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.ListClaimableResponse, _abc.Awaitable[_meg_store_pb2.ListClaimableResponse]]:
+        """ListClaimable lists rows of a policy that a micro-batch may take, those of the oldest group first."""
 
     @_abc_1.abstractmethod
     def ListSamples(
@@ -301,6 +337,22 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.GetSampleGraphResponse, _abc.Awaitable[_meg_store_pb2.GetSampleGraphResponse]]:
         """GetSampleGraph reads one sample with all its vertices."""
+
+    @_abc_1.abstractmethod
+    def GetNeighbourhood(
+        self,
+        request: _meg_store_pb2.GetNeighbourhoodRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.GetNeighbourhoodResponse, _abc.Awaitable[_meg_store_pb2.GetNeighbourhoodResponse]]:
+        """GetNeighbourhood reads a vertex with those within some edges of it."""
+
+    @_abc_1.abstractmethod
+    def DescribeAgents(
+        self,
+        request: _meg_store_pb2.DescribeAgentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.DescribeAgentsResponse, _abc.Awaitable[_meg_store_pb2.DescribeAgentsResponse]]:
+        """DescribeAgents counts calls, edges, tokens and time per agent: where the skew is."""
 
     @_abc_1.abstractmethod
     def CountVertices(
@@ -445,6 +497,14 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.CloseSegmentResponse, _abc.Awaitable[_meg_store_pb2.CloseSegmentResponse]]:
         """CloseSegment gives a lease back."""
+
+    @_abc_1.abstractmethod
+    def CreateSnapshot(
+        self,
+        request: _meg_store_pb2.CreateSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.CreateSnapshotResponse, _abc.Awaitable[_meg_store_pb2.CreateSnapshotResponse]]:
+        """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
 
     @_abc_1.abstractmethod
     def GetStats(

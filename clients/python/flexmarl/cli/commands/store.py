@@ -1,0 +1,107 @@
+"""`flexmarl store`: snapshot, restore, check.
+
+Restoring and checking open the database itself, which only the store's own package can: they run in
+a process of it, whose one line of JSON is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.cli.cluster.folder import ClusterFolder
+from flexmarl.cli.cluster.plan import STORE
+from flexmarl.cli.connect import with_store
+from flexmarl.cli.errors import CliError
+from flexmarl.cli.output import print_json, print_line, print_table
+from flexmarl.client.store import StoreClient
+
+_MODULE: Final = "flexmarl.meg_store.offline"
+
+
+def snapshot(name: str, *, data_dir: Path, cluster: Sequence[str], as_json: bool) -> None:
+    """Make a snapshot.
+
+    Raises:
+        DomainError: The name is taken, or the disk is full.
+    """
+    chosen = name or datetime.now(tz=UTC).strftime("%Y%m%d-%H%M%S")
+
+    async def make(store: StoreClient, _folder: ClusterFolder) -> pb.CreateSnapshotResponse:
+        return await store.create_snapshot(chosen)
+
+    made = with_store(make, data_dir=data_dir, cluster=cluster)
+    if as_json:
+        print_json(
+            {
+                "path": made.path,
+                "objects": made.num_objects,
+                "segments": made.num_segments,
+                "segment_bytes": made.segment_bytes,
+            }
+        )
+        return
+    print_line(
+        f"{made.path}: {made.num_objects} objects, {made.num_segments} segments of "
+        f"{made.segment_bytes / 2**20:.1f} MiB; `flexmarl store restore` makes a store of it"
+    )
+
+
+def restore(source: Path, *, data_dir: Path, store_dir: Path | None) -> int:
+    """Make a data folder from a snapshot; returns the exit code.
+
+    Raises:
+        CliError: There is no such folder, or the store's package is not installed.
+    """
+    target = store_dir or ClusterFolder(data_dir.resolve()).service(STORE)
+    answer = _offline("restore", _folder(source), target.resolve())
+    print_line(f"{target}: {answer['objects']} objects, {answer['segments']} segments")
+    return 0
+
+
+def check(path: Path | None, *, data_dir: Path, as_json: bool) -> int:
+    """Verify a folder; returns the exit code.
+
+    Raises:
+        CliError: There is no such folder, or the store's package is not installed.
+    """
+    target = path or ClusterFolder(data_dir.resolve()).service(STORE)
+    answer = _offline("check", _folder(target))
+    if as_json:
+        print_json(answer)
+    else:
+        counted = ", ".join(f"{number} {what}" for what, number in answer["checked"].items())
+        print_line(f"{target}: checked {counted}")
+        if answer["findings"]:
+            print_table(answer["findings"], ["kind", "where", "what"])
+        if answer["unlisted"]:
+            print_line(f"... and {answer['unlisted']} more")
+        print_line("damaged" if answer["findings"] else "no damage found")
+    return 1 if answer["findings"] else 0
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise CliError(f"{path}: no such folder")
+    return path.resolve()
+
+
+def _offline(*arguments: object) -> dict[str, Any]:
+    if find_spec("flexmarl.meg_store") is None:
+        raise CliError("the MEG Store is not installed here: pip install 'flexmarl[meg-store]'")
+    done = subprocess.run(
+        [sys.executable, "-m", _MODULE, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
+    if "error" in answer or done.returncode:
+        raise CliError(answer.get("error", f"{_MODULE} ended with {done.returncode}"))
+    return answer

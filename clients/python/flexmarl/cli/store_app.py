@@ -1,0 +1,60 @@
+"""`flexmarl store`: care of a store's data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir
+
+store_app = typer.Typer(help="Care of a store's data.", no_args_is_help=True)
+
+StoreDir = Annotated[
+    Path | None,
+    typer.Option("--store-dir", help="Data folder of a store; by default the local cluster's."),
+]
+
+
+@store_app.command()
+def snapshot(
+    name: Annotated[str, typer.Option(help="Name; by default the time.")] = "",
+    data_dir: DataDir = DATA_DIR,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a store, while it serves, into the folder `snapshots` of its data."""
+    from flexmarl.cli.commands.store import snapshot as command
+
+    command(name, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
+
+
+@store_app.command()
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="SNAPSHOT", help="Folder of a snapshot.")],
+    data_dir: DataDir = DATA_DIR,
+    store_dir: StoreDir = None,
+) -> None:
+    """Make a store's data folder from a snapshot; refused where a store is already."""
+    from flexmarl.cli.commands.store import restore as command
+
+    raise typer.Exit(command(source, data_dir=data_dir, store_dir=store_dir))
+
+
+@store_app.command()
+def check(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="A snapshot or a store's data folder; by default that of the local cluster.",
+        ),
+    ] = None,
+    data_dir: DataDir = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Verify a store that does not run, or a snapshot; exit code 1 where it is damaged."""
+    from flexmarl.cli.commands.store import check as command
+
+    raise typer.Exit(command(path, data_dir=data_dir, as_json=as_json))

@@ -1,0 +1,89 @@
+"""Objects and segments: content against checksums, references against counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.segments import hash_file
+from flexmarl.core import store_keys as keys
+from flexmarl.meg_store.backend import Backend, Table
+from flexmarl.meg_store.check.report import CheckReport
+from flexmarl.meg_store.objects import ObjectRecord, piece_key
+from flexmarl.meg_store.segments import Segment
+
+
+def check_objects(backend: Backend, references: Counter[str], report: CheckReport) -> None:
+    """Check every object.
+
+    Args:
+        backend: The data.
+        references: How many rows and runs refer to each, by key.
+        report: Where findings go.
+    """
+    prefix = keys.prefix("object")
+    for _, value in backend.scan(Table.META, prefix, keys.after(prefix)):
+        record = ObjectRecord.decode(value)
+        report.checked["objects"] += 1
+        where = f"object {record.ref.key}"
+        expected = references[record.ref.key]
+        report.expect(
+            record.reference_count == expected,
+            "count",
+            where,
+            f"{record.reference_count} references are counted, {expected} rows and runs refer",
+        )
+        digest, size_bytes = hashlib.sha256(), 0
+        for index in range(record.num_pieces):
+            piece = backend.get(Table.BLOBS, piece_key(record.upload, index))
+            if piece is None:
+                report.add("object", where, f"piece {index} of {record.num_pieces} is missing")
+                break
+            digest.update(piece)
+            size_bytes += len(piece)
+        else:
+            report.expect(
+                (size_bytes, f"sha256:{digest.hexdigest()}")
+                == (record.ref.size_bytes, record.ref.checksum),
+                "object",
+                where,
+                f"its {size_bytes} bytes are not those that were stored",
+            )
+
+
+def check_segments(backend: Backend, folder: Path, report: CheckReport) -> None:
+    """Check every sealed segment whose file is there; one of the memory tier may be lost.
+
+    Args:
+        backend: The data.
+        folder: The data folder or snapshot: its `segments` stand for those of the disk tier.
+        report: Where findings go.
+    """
+    prefix = keys.prefix("segment")
+    for _, value in backend.scan(Table.META, prefix, keys.after(prefix)):
+        segment = Segment.decode(value)
+        if not segment.sealed:
+            continue
+        where = f"segment {segment.key}"
+        copy = folder / "segments" / segment.file.path.name
+        path = copy if copy.exists() else segment.file.path
+        if not path.exists():
+            report.checked["segments not here"] += 1
+            report.expect(
+                segment.view.tier != pb.SEGMENT_TIER_DISK, "segment", where, f"{path} is missing"
+            )
+            continue
+        report.checked["segments"] += 1
+        expected = segment.view.object.checksum
+        size_bytes = path.stat().st_size
+        if size_bytes != segment.view.object.size_bytes:
+            report.add("segment", where, f"{path} has {size_bytes} bytes")
+        elif expected.startswith("sha256:"):
+            report.expect(
+                hash_file(path, list(segment.view.buffers)) == expected,
+                "segment",
+                where,
+                f"{path} does not have the checksum {expected}",
+            )
