@@ -103,3 +103,21 @@ def test_a_failed_export_leaves_nothing(base: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="Expecting"):
         write_hf_folder(tensors_of(model), base_model=base, out=tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_weights_are_split_over_files(base: Path, tmp_path: Path, tied: bool):
+    model = small_model(tied=tied, dtype=torch.float32)
+    (base / "config.json").write_text(json.dumps(model.config.to_dict()))
+    out = write_hf_folder(
+        tensors_of(model), base_model=base, out=tmp_path / "out", max_file_bytes=3000
+    )
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    loaded = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    want = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, want[name]), name

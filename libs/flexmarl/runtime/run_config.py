@@ -383,6 +383,18 @@ class TrackersConfig(_Section):
     """Keep its files in the run's folder, or send them to its server."""
 
 
+class CheckpointConfig(_Section):
+    """Versions written out as Hugging Face folders."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Write each version that it divides, and the last one; 0 writes none."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that are kept, those of earlier starts included."""
+    folder: Path = Path("checkpoints")
+    """Where they are written, on the Orchestrator's node, below the run's id; relative to the
+    config."""
+
+
 class RunConfig(_Section):
     """A run."""
 
@@ -412,6 +424,8 @@ class RunConfig(_Section):
     """Rollout."""
     trainer: TrainerPoolConfig = TrainerPoolConfig()
     """Training devices."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     pipeline: PipelineConfig = PipelineConfig()
     """How rollout and training share a step."""
     trackers: TrackersConfig = TrackersConfig()
@@ -476,6 +490,9 @@ class RunConfig(_Section):
                     update={"package": absolute(self.workflow.package)}
                 ),
                 "dataset": self.dataset.model_copy(update={"path": absolute(self.dataset.path)}),
+                "checkpoints": self.checkpoints.model_copy(
+                    update={"folder": absolute(self.checkpoints.folder)}
+                ),
                 "evaluation": self.evaluation.model_copy(
                     update={"path": self.evaluation.path and absolute(self.evaluation.path)}
                 ),

@@ -31,6 +31,9 @@ _BASE_FILES: Final = (
 )
 """What is taken over from the base model's folder, beside its config."""
 
+MAX_FILE_BYTES: Final = 5 << 30
+"""Largest weights file, as the library splits its own."""
+
 _TORCH_DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -58,6 +61,7 @@ def write_hf_folder(
     out: Path,
     metadata: Mapping[str, str] | None = None,
     replace: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write a model folder; it appears whole or not at all.
 
@@ -67,6 +71,8 @@ def write_hf_folder(
         out: Folder to make.
         metadata: Kept in the weights file, for people.
         replace: Take the place of a folder that is there already.
+        max_file_bytes: Weights beyond are split over several files with an index; a tensor is never
+            split.
 
     Raises:
         DomainError: ALREADY_EXISTS when `out` exists and `replace` is false; MODEL_INVALID when the
@@ -81,9 +87,7 @@ def write_hf_folder(
         _copy_base(base_model, temporary)
         _write_config(base_model, temporary, _torch_dtype(tensors))
         # transformers refuses a weights file that does not name its framework.
-        write_safetensors(
-            temporary / "model.safetensors", tensors, {"format": "pt", **(metadata or {})}
-        )
+        _write_weights(temporary, tensors, {"format": "pt", **(metadata or {})}, max_file_bytes)
         _publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -118,6 +122,32 @@ def write_safetensors(
             file.write(tensor.data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_weights(
+    folder: Path,
+    tensors: Sequence[TensorBytes],
+    metadata: Mapping[str, str],
+    max_file_bytes: int,
+) -> None:
+    files: list[list[TensorBytes]] = [[]]
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        held = sum(other.data.nbytes for other in files[-1])
+        if files[-1] and held + tensor.data.nbytes > max_file_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        write_safetensors(folder / "model.safetensors", files[0], metadata)
+        return
+    places = {}
+    for number, part in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_safetensors(folder / name, part, metadata)
+        places.update({tensor.name: name for tensor in part})
+    total = sum(tensor.data.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _torch_dtype(tensors: Sequence[TensorBytes]) -> str:

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flexmarl.core.dataset_order import DatasetOrder
@@ -60,6 +61,7 @@ from flexmarl.core.run_events import (
 from flexmarl.core.training_rows import RunFailure
 from flexmarl.orchestrator.accounts import Accounts
 from flexmarl.orchestrator.calls import TakenOverError
+from flexmarl.orchestrator.checkpoints import Checkpoints
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import failure_of, failure_of_error
 from flexmarl.orchestrator.inbox import Inbox
@@ -86,6 +88,7 @@ class Driver:
         spans: Where effects are recorded for the timeline.
         status_interval_s: Time between two states of a service.
         confirm_term_s: Time between two checks that nobody has taken the run over.
+        cache_dir: Where base models are unpacked for checkpoints.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Driver:
         spans: SpanRecorder,
         status_interval_s: float,
         confirm_term_s: float,
+        cache_dir: Path,
     ) -> None:
         order = DatasetOrder(
             len(context.queries.training),
@@ -120,6 +124,7 @@ class Driver:
         self._store = StoreEffects(context, self._accounts.record)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._background = Background(self._task_failed)
+        self._checkpoints = Checkpoints(context, self._background, cache_dir=cache_dir)
         self._taken_over: TakenOverError | None = None
         self._execute: Mapping[type, Callable[[Any], Awaitable[Result]]] = {
             OpenRollout: self._open_rollout,
@@ -167,8 +172,10 @@ class Driver:
                     raise self._taken_over
                 effects = self.core.handle(events, now=time.monotonic())
                 self._accounts.observe(events)
+                self._checkpoints.observe(events)
                 self._begin(effects)
             self._accounts.finish()
+            await self._checkpoints.finish()
             return self.core.ended
         finally:
             for timer in self._timers.values():

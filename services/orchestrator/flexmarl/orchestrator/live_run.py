@@ -167,6 +167,7 @@ class LiveRun:
             spans=self._spans,
             status_interval_s=self._config.status_interval_ms / 1000,
             confirm_term_s=self._config.confirm_term_s,
+            cache_dir=self._config.data_dir / "models",
         )
         self._driver = driver
         if self._stop is not None:

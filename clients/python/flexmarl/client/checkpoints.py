@@ -1,0 +1,113 @@
+"""A version of the whole team in a folder: every policy as a Hugging Face model.
+
+    <folder>/v0000010/checkpoint.json
+    <folder>/v0000010/<policy>/config.json, model.safetensors, tokenizer ...
+
+A checkpoint is made beside its place and appears by one rename, with all of it on disk; older ones
+are deleted afterwards only. So a crash at any moment leaves those before whole, and what it cut is
+told by its name and swept by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Final
+
+from flexmarl.client.policies import export_policy
+from flexmarl.client.store import StoreClient
+from flexmarl.core.checkpoints import CheckpointRule
+
+DESCRIPTION: Final = "checkpoint.json"
+_UNFINISHED: Final = ".unfinished-"
+
+
+async def write_checkpoint(
+    store: StoreClient,
+    run_id: str,
+    version: int,
+    *,
+    policies: list[str],
+    folder: Path,
+    cache_dir: Path,
+    rule: CheckpointRule,
+) -> Path:
+    """Write a version of some policies and delete what the rule does not keep.
+
+    Args:
+        store: Store on this node.
+        run_id: Run.
+        version: Committed version whose weights are kept still.
+        policies: Policies to write.
+        folder: Where the run's checkpoints lie; nobody else writes there meanwhile.
+        cache_dir: Where base models are unpacked when they are not at their path.
+        rule: How many are kept, those of earlier starts included.
+
+    Returns:
+        The checkpoint; one that is there already is left as it is.
+
+    Raises:
+        DomainError: NOT_FOUND when the weights are not kept any more; MODEL_INVALID.
+        OSError: The folder cannot be written.
+    """
+    place = folder / f"v{version:07d}"
+    await asyncio.to_thread(_sweep, folder)
+    if not place.exists():
+        made = folder / f"{_UNFINISHED}{place.name}-{uuid.uuid4().hex}"
+        try:
+            for policy in policies:
+                await export_policy(
+                    store, run_id, policy, out=made / policy, cache_dir=cache_dir, version=version
+                )
+            await asyncio.to_thread(_publish, made, place, run_id, version, policies)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+    await asyncio.to_thread(_retire, folder, rule)
+    return place
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Returns the complete checkpoints of a folder by version, oldest first."""
+    found = {}
+    for description in folder.glob(f"v*/{DESCRIPTION}"):
+        number = description.parent.name[1:]
+        if number.isdigit():
+            found[int(number)] = description.parent
+    return dict(sorted(found.items()))
+
+
+def _publish(made: Path, place: Path, run_id: str, version: int, policies: list[str]) -> None:
+    text = json.dumps({"run": run_id, "version": version, "policies": policies}, indent=2)
+    (made / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+    for path in made.rglob("*"):
+        _to_disk(path)
+    _to_disk(made)
+    made.rename(place)
+    _to_disk(place.parent)
+
+
+def _retire(folder: Path, rule: CheckpointRule) -> None:
+    there = checkpoints_in(folder)
+    for version in rule.surplus(there):
+        # Renamed first: a checkpoint that lost half of its files must not be taken for one.
+        dying = folder / f"{_UNFINISHED}{there[version].name}-{uuid.uuid4().hex}"
+        there[version].rename(dying)
+        shutil.rmtree(dying, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""F5: a checkpoint appears whole, older ones go afterwards, and those of earlier starts count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trainer.harness import make_rows
+from trainer.service_harness import Cluster, Run
+
+from flexmarl.client import checkpoints
+from flexmarl.client.checkpoints import checkpoints_in, write_checkpoint
+from flexmarl.core.checkpoints import CheckpointRule
+from flexmarl.core.errors import DomainError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+
+async def trained(cluster: Cluster, model: Path) -> Run:
+    run = await cluster.make_run(
+        {name: {"optimizer": {"lr": 0.01}} for name in ("p", "q")}, {"p": model, "q": model}
+    )
+    await run.first_commit("p", "q")
+    record = await run.micro_batch("p", make_rows(4), batch=0)
+    await run.bind("p", ["slot0"])
+    await run.compute(record)
+    await run.commit((await run.apply("p", 0, [record.micro_batch_id])).state)
+    await run.suspend("p")
+    return run
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_a_checkpoint_loads_and_older_ones_go(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = await trained(cluster, tiny_model)
+    folder, cache = tmp_path / "checkpoints", tmp_path / "cache"
+    # What earlier starts of the run left: one checkpoint, and one that a crash cut.
+    (folder / "v0000000").mkdir(parents=True)
+    (folder / "v0000000" / checkpoints.DESCRIPTION).write_text("{}")
+    (folder / ".unfinished-v0000001-x").mkdir()
+    (folder / "notes.txt").write_text("mine")
+
+    async def write(keep: int) -> Path:
+        return await write_checkpoint(
+            cluster.store,
+            run.run_id,
+            1,
+            policies=["p", "q"],
+            folder=folder,
+            cache_dir=cache,
+            rule=CheckpointRule(every=1, keep=keep),
+        )
+
+    place = await write(2)
+    assert left(folder) == ["notes.txt", "v0000000", "v0000001"]
+    hashes = set()
+    for policy in ("p", "q"):
+        lm = AutoModelForCausalLM.from_pretrained(place / policy, local_files_only=True)
+        hashes.add(float(sum(value.detach().double().sum() for value in lm.parameters())))
+    assert len(hashes) == 2
+    assert await write(1) == place  # there already: only what is too old goes
+    assert left(folder) == ["notes.txt", "v0000001"]
+    assert list(checkpoints_in(folder)) == [1]
+
+
+async def test_a_crash_in_the_middle_keeps_what_was_there(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await trained(cluster, tiny_model)
+    rule = CheckpointRule(every=1, keep=1)
+
+    async def write(version: int) -> Path:
+        return await write_checkpoint(
+            cluster.store,
+            run.run_id,
+            version,
+            policies=["p"],
+            folder=tmp_path,
+            cache_dir=tmp_path / "cache",
+            rule=rule,
+        )
+
+    first = await write(0)
+
+    def crash(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_publish", crash)
+        with pytest.raises(OSError, match="No space"):
+            await write(1)
+    assert list(checkpoints_in(tmp_path)) == [0]
+    assert left(tmp_path) == [first.name]
+    with pytest.raises(DomainError, match="version 9"):
+        await write(9)
+    await write(1)
+    assert list(checkpoints_in(tmp_path)) == [1]
