@@ -57,6 +57,19 @@ def alive(pid):
         return False
 
 
+@pytest.mark.parametrize("ending", ["exit", "kill"])
+async def test_what_a_child_started_ends_with_it(child, ending):
+    """I15 also below: a child that ends by itself, or is killed by others, leaves nobody behind."""
+    grandchild = int(await ask(child, b"grandchild"))
+    assert alive(grandchild)
+    if ending == "kill":
+        os.kill(child.pid, signal.SIGKILL)
+    else:
+        await child.link.send(b"exit")
+    await child.wait(timeout_s=30)
+    await gone(grandchild)
+
+
 async def test_frames_go_both_ways_whole_and_in_order(child):
     assert await ask(child, b"args") == b"['a', 'b']"
     assert await ask(child, b"") == b""

@@ -37,7 +37,18 @@ def with_(path: str, value: object) -> dict:
         ("batch.staleness", 1, "staleness above 0 is not built"),
         ("policies.p.sampling", {"top_p": 0.9}, "allow_truncated"),
         ("policies.p.sampling", {"top_k": 5}, "allow_truncated"),
+        ("policies.p.sampling", {"min_p": 0.1}, "allow_truncated"),
         ("policies.p.sampling", {"temperature": 0}, "greedy"),
+        ("policies.p.rollout", {"engine": "simulated"}, r"a section rollout\.simulated"),
+        ("policies.p.rollout", {"engine": "external"}, r"a section rollout\.external"),
+        (
+            "policies.p.rollout",
+            {"engine": "external", "external": {"url": "http://h", "model": "m"}},
+            'kind = "frozen"',
+        ),
+        ("agents.a.stop", ["\n"], r"agents\.a\.stop: engine \"transformers\""),
+        ("agents.a.structured", {"regex": "a+"}, r"agents\.a\.structured: engine"),
+        ("agents.a.structured", {"regex": "a", "choices": ["b"]}, "exactly one"),
         ("policies.p.trainer", {"world_size": 2}, r"exceeds trainer\.slots = 1"),
         ("name", "a/b", "letters, digits"),
         ("nonsense", 1, "nonsense"),
@@ -54,6 +65,15 @@ def test_truncated_sampling_is_possible_where_it_is_meant():
     frozen = {"kind": "frozen", "model": {"path": "m"}, "sampling": {"temperature": 0}}
     config = RunConfig.model_validate(with_("policies.p", frozen))
     assert config.trained_policies() == []
+
+
+def test_forms_of_a_trained_policys_responses_are_refused_unless_meant():
+    config = with_("policies.p.rollout", {"engine": "vllm"})
+    config["agents"]["a"]["structured"] = {"choices": ["yes", "no"]}
+    with pytest.raises(ValidationError, match="allow_truncated"):
+        RunConfig.model_validate(config)
+    config["policies"]["p"]["sampling"] = {"allow_truncated": True}
+    assert RunConfig.model_validate(config)
 
 
 def test_relative_paths_are_taken_from_the_config_folder(tmp_path):

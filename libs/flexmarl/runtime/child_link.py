@@ -6,8 +6,10 @@ the closing of the parent's end, which the kernel does also after `kill -9`, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import socket
 import threading
 from typing import Final
@@ -32,6 +34,12 @@ def watch_parent(fd: int) -> None:
         return
     _watched.add(fd)
     threading.Thread(target=_watch, args=(fd,), name="parent-watch", daemon=True).start()
+
+
+def end_group(pid: int) -> None:
+    """End what is left of a child's process group once its leader has ended (I15)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def forget_watches() -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from flexmarl.runtime.child_link import LINK_FD_VARIABLE
+from flexmarl.runtime.child_link import LINK_FD_VARIABLE, end_group
 from flexmarl.runtime.frames import FrameLink
 from flexmarl.runtime.logging import get_logger
 
@@ -137,6 +137,9 @@ def _collect_exit(process: subprocess.Popen[bytes], name: str) -> asyncio.Future
     exited: asyncio.Future[int] = loop.create_future()
 
     def collect() -> None:
+        # Seen and not collected: until then the number names this child's group only.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        end_group(process.pid)
         code = process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
             loop.call_soon_threadsafe(exited.set_result, code)

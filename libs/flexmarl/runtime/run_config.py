@@ -157,6 +157,8 @@ class SamplingConfig(_Section):
     """Nucleus; below 1 refused for trained policies unless `allow_truncated`."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Most likely tokens kept; above 0 refused for trained policies unless `allow_truncated`."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Cut tokens less likely than this share of the likeliest; refused like `top_k`."""
     allow_truncated: bool = False
     """Accept that log-probs and draws follow different distributions."""
 
@@ -273,11 +275,11 @@ class PolicyConfig(_Section):
 
     @model_validator(mode="after")
     def _on_policy_draws(self) -> PolicyConfig:
-        truncated = self.sampling.top_p < 1 or self.sampling.top_k > 0
+        truncated = self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0
         if self.kind == "trained" and truncated and not self.sampling.allow_truncated:
             raise ValueError(
-                "sampling.top_p/top_k cut the distribution of a trained policy, so ratios would be "
-                "wrong; remove them or set sampling.allow_truncated = true"
+                "sampling.top_p/top_k/min_p cut the distribution of a trained policy, so ratios "
+                "would be wrong; remove them or set sampling.allow_truncated = true"
             )
         if self.kind == "trained" and self.rollout.engine == "external":
             raise ValueError(
@@ -288,6 +290,23 @@ class PolicyConfig(_Section):
             raise ValueError(
                 "sampling.temperature = 0 (greedy) cannot be trained on; use a value above 0"
             )
+        return self
+
+
+class StructuredConfig(_Section):
+    """Form that responses must have; exactly one key."""
+
+    json_schema: str | None = None
+    """JSON schema, as text, that the response follows."""
+    regex: str | None = None
+    """Regular expression that the response matches."""
+    choices: tuple[str, ...] = ()
+    """Texts, one of which the response is."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredConfig:
+        if sum(map(bool, (self.json_schema, self.regex, self.choices))) != 1:
+            raise ValueError("structured: set exactly one of json_schema, regex, choices")
         return self
 
 
@@ -306,6 +325,10 @@ class AgentConfig(_Section):
     """Most tokens to draw per call."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, beyond the model's own end token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; needs engine "vllm" or "external"."""
+    structured: StructuredConfig | None = None
+    """Form that responses must have; needs engine "vllm" or "external"."""
     ignore_eos: bool = False
     """Do not stop at the model's end token."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -449,6 +472,7 @@ class RunConfig(_Section):
                 raise ValueError(
                     f"agents.{name}.policy: no policy {agent.policy!r}; declared policies: {known}"
                 )
+            self._check_text_rules(name, agent)
         unused = set(self.policies) - {agent.policy for agent in self.agents.values()}
         if unused:
             raise ValueError(f"policies.{min(unused)}: no agent uses it; remove or use it")
@@ -476,6 +500,21 @@ class RunConfig(_Section):
                 f'pipeline.allocation = "static" gives each trained policy slots of its own: '
                 f"{' + '.join(map(str, sizes))} = {sum(sizes)} needed, trainer.slots = "
                 f'{self.trainer.slots}; add slots or use "on_demand"'
+            )
+
+    def _check_text_rules(self, name: str, agent: AgentConfig) -> None:
+        """Rules about a response's text need an engine that knows it, and bend the distribution."""
+        policy = self.policies[agent.policy]
+        for key in ("stop", "structured"):
+            if getattr(agent, key) and policy.rollout.engine not in ("vllm", "external"):
+                raise ValueError(
+                    f'agents.{name}.{key}: engine "{policy.rollout.engine}" knows tokens only; '
+                    'use engine "vllm" or "external", or stop_token_ids'
+                )
+        if agent.structured and policy.kind == "trained" and not policy.sampling.allow_truncated:
+            raise ValueError(
+                f"agents.{name}.structured cuts the distribution of a trained policy, so ratios "
+                "would be wrong; remove it or set sampling.allow_truncated = true"
             )
 
     def relative_to(self, folder: Path) -> RunConfig:

@@ -26,6 +26,7 @@ from typing import Any
 from flexmarl.runtime.child_link import (
     LINK_FD_VARIABLE,
     ChildLink,
+    end_group,
     forget_watches,
     link_socket,
     watch_parent,
@@ -80,11 +81,15 @@ class Zygote:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                # Seen and not collected: until then the number names this child's group only.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
+            end_group(pid)
+            _, status = os.waitpid(pid, 0)
             self._tell({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -107,8 +107,9 @@ class EngineContract:
             (request("bad", [1], max_tokens=0), "INVALID_ARGUMENT"),
             (request("bad", [1], temperature=-1.0), "INVALID_ARGUMENT"),
             (request("bad", [1] * 64), "PROMPT_TOO_LONG"),
+            (request("bad", [1], min_p=1.0), "INVALID_ARGUMENT"),
         ],
-        ids=["empty", "no token", "no room", "temperature", "long"],
+        ids=["empty", "no token", "no room", "temperature", "long", "min-p"],
     )
     def test_malformed_requests_are_refused_as_the_requests_fault(self, subject, asked, reason):
         serve(subject)

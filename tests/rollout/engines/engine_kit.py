@@ -96,6 +96,7 @@ def request(
     stop: tuple[int, ...] = (),
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> GenerateRequest:
     return GenerateRequest(
         attempt_id=name,
@@ -108,6 +109,7 @@ def request(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
             stop_token_ids=stop,
             seed=seed,
         ),

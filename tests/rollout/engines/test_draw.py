@@ -45,12 +45,20 @@ def test_greedy_rows_take_the_largest_and_report_temperature_one():
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
-    [(2, 1.0, {3, 1}), (0, 0.6, {3}), (0, 0.7, {3, 1}), (3, 0.7, {3, 1})],
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (2, 1.0, 0, {3, 1}),
+        (0, 0.6, 0, {3}),
+        (0, 0.7, 0, {3, 1}),
+        (3, 0.7, 0, {3, 1}),
+        (0, 1.0, 0.1, {3, 1}),
+        (0, 1.0, 0.05, {3, 1, 0, 2}),
+        (1, 1.0, 0.05, {3}),
+    ],
 )
-def test_truncation_keeps_the_most_likely(top_k, top_p, kept):
+def test_truncation_keeps_the_most_likely(top_k, top_p, min_p, kept):
     logits = torch.tensor([[0.05, 0.25, 0.05, 0.6499, 0.0001]]).log()
-    row = row_sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+    row = row_sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     uniforms = [k / 200 for k in range(200)]
     drawn = draw(logits.expand(200, 5), [row] * 200, uniforms)
     assert set(drawn.tokens) == kept

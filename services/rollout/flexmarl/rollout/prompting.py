@@ -120,6 +120,7 @@ class Agent:
         temperature: Sampling temperature of its policy.
         top_p: Nucleus of its policy.
         top_k: Top-k of its policy.
+        min_p: Least share of the likeliest token, of its policy.
         stop_token_ids: Tokens that end its response.
         max_context: Longest prompt plus response of its policy; None when not known.
     """
@@ -131,6 +132,7 @@ class Agent:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     stop_token_ids: tuple[int, ...]
     max_context: int | None
 
@@ -226,6 +228,7 @@ def build_agents(config: RunConfig, model_paths: Mapping[str, str]) -> dict[str,
             temperature=policy.sampling.temperature,
             top_p=policy.sampling.top_p,
             top_k=policy.sampling.top_k,
+            min_p=policy.sampling.min_p,
             stop_token_ids=tuple(dict.fromkeys((*eos, *agent.stop_token_ids))),
             max_context=min(limits) if limits else None,
         )

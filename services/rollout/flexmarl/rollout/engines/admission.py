@@ -21,11 +21,13 @@ class Admission:
         max_context: Longest prompt plus response, tokens.
         vocab_size: Tokens are below it.
         max_waiting: Most requests that wait for a slot (I13).
+        knows_text: Whether rules about the text of a response can be kept.
     """
 
     max_context: int
     vocab_size: int
     max_waiting: int
+    knows_text: bool = False
 
     def refusal(
         self, request: GenerateRequest, *, version: int | None, num_waiting: int, now_ns: int
@@ -67,6 +69,10 @@ class Admission:
             raise _invalid(
                 request, "sampling.temperature must be >= 0, sampling.top_p within (0, 1]"
             )
+        if not 0 <= sampling.min_p < 1:
+            raise _invalid(request, "sampling.min_p must be within [0, 1)")
+        if not self.knows_text and (sampling.stop or sampling.HasField("structured")):
+            raise _invalid(request, "this engine knows tokens only: no stop texts, no forms")
 
 
 def token_limit(request: GenerateRequest, *, max_context: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, StructuredOutput
 from flexmarl.core.seeds import continued_seed
 from flexmarl.rollout.engines.http_json import JsonObject
 from flexmarl.rollout.engines.remote_engine import Response
@@ -24,9 +24,21 @@ def completion_body(request: GenerateRequest, *, max_tokens: int, seeded: bool) 
     }
     if sampling.top_k:
         body["top_k"] = sampling.top_k
+    if sampling.min_p:
+        body["min_p"] = sampling.min_p
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.HasField("structured"):
+        body["structured_outputs"] = _structured(sampling.structured)
     if seeded:
         body["seed"] = continued_seed(sampling.seed, num_kept=request.num_kept) % (1 << 63)
     return body
+
+
+def _structured(form: StructuredOutput) -> JsonObject:
+    if form.json_schema:
+        return {"json": form.json_schema}
+    return {"regex": form.regex} if form.regex else {"choice": list(form.choices)}
 
 
 def read_completion(answer: JsonObject) -> Response:

@@ -21,22 +21,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one row is drawn: temperature 0 is greedy, top_k 0 and top_p 1 cut nothing."""
+    """How one row is drawn: temperature 0 is greedy; top_k 0, top_p 1, min_p 0 cut nothing."""
 
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
 
     @property
     def plain(self) -> bool:
         """Whether the full distribution is drawn from."""
-        return self.temperature > 0 and self.top_k == 0 and self.top_p >= 1
+        return self.temperature > 0 and self.top_k == 0 and self.top_p >= 1 and self.min_p == 0
 
 
 @lru_cache(maxsize=1024)
-def row_sampling(*, temperature: float, top_k: int, top_p: float) -> RowSampling:
+def row_sampling(
+    *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> RowSampling:
     """The one object of these values: rows that share it are told alike without comparing."""
-    return RowSampling(temperature, top_k, top_p)
+    return RowSampling(temperature, top_k, top_p, min_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +96,15 @@ def _draw_mixed(
         if row.temperature == 0:
             tokens[index, 0] = scaled[index].argmax()
         elif not row.plain:
-            kept = _truncate(mass[index], top_k=row.top_k, top_p=row.top_p)
+            kept = _truncate(mass[index], top_k=row.top_k, top_p=row.top_p, min_p=row.min_p)
             tokens[index] = _invert(kept.cumsum(dim=-1)[None], number[index : index + 1])[0]
     return tokens
 
 
-def _truncate(mass: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """The mass of the most likely tokens; the rest 0. Top-k first, then top-p of what is left."""
+def _truncate(mass: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The mass of the most likely tokens; the rest 0. Min-p, then top-k, then top-p of the rest."""
     ordered, order = mass.sort(descending=True, stable=True)
+    ordered[ordered < min_p * ordered[0]] = 0
     if 0 < top_k < len(ordered):
         ordered[top_k:] = 0
     if top_p < 1:

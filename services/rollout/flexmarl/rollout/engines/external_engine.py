@@ -52,6 +52,7 @@ def build(settings: EngineSettings, wake: Callable[[], None]) -> RemoteEngine:
             max_context=shape.context(settings.max_context, default=_DEFAULT_CONTEXT),
             vocab_size=shape.vocab_size or 1 << 31,
             max_waiting=WAITING_PER_SLOT * settings.max_concurrency,
+            knows_text=True,
         ),
         max_concurrency=settings.max_concurrency,
         wake=wake,

@@ -100,7 +100,10 @@ def begin(
         stop=frozenset(sampling.stop_token_ids),
         # An unset top_p is 0 on the wire; it cannot mean an empty nucleus.
         sampling=row_sampling(
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p or 1.0
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p or 1.0,
+            min_p=sampling.min_p,
         ),
         seed=sampling.seed,
         version=request.version,

@@ -70,6 +70,7 @@ def build(settings: EngineSettings, wake: Callable[[], None]) -> RemoteEngine:
             max_context=shape.context(settings.max_context, default=shape.max_context),
             vocab_size=shape.vocab_size,
             max_waiting=WAITING_PER_SLOT * settings.max_concurrency,
+            knows_text=True,
         ),
         max_concurrency=settings.max_concurrency,
         wake=wake,
@@ -105,7 +106,6 @@ class VllmBackend:
             "cache_salt": salt,  # C8: nothing cached under other weights can be hit
             # The stop tokens are all named: the model's own end token among them, or not.
             "ignore_eos": True,
-            "detokenize": False,
         }
         answer = self._server.call("POST", "/v1/completions", body, timeout_s=_GENERATE_TIMEOUT_S)
         return read_completion(answer)

@@ -69,8 +69,9 @@ def agent_input_hash(
     ).encode()
     digest = hashlib.sha256(b"agent")
     parts = [name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)]
-    if simulated is not None:
-        parts.append(repr(simulated).encode())
+    # Only what is set: calls that set none of these keep the hash that older rows have.
+    rules = (agent.min_p, agent.config.stop, agent.config.structured, simulated)
+    parts += [repr(rule).encode() for rule in rules if rule]
     for part in parts:
         digest.update(_LENGTH.pack(len(part)))
         digest.update(part)
@@ -100,9 +101,15 @@ def sampling_params(
         temperature=0.0 if greedy else agent.temperature,
         top_p=agent.top_p,
         top_k=agent.top_k,
+        min_p=agent.min_p,
         stop_token_ids=agent.stop_token_ids,
+        stop=agent.config.stop,
         seed=vertex_seed(root_seed, path=path),
     )
+    if (structured := agent.config.structured) is not None:
+        params.structured.json_schema = structured.json_schema or ""
+        params.structured.regex = structured.regex or ""
+        params.structured.choices.extend(structured.choices)
     if simulated is not None:
         params.simulated.output_tokens = simulated.output_tokens
         params.simulated.tool_ms = round(simulated.tool_s * 1e3)

@@ -600,6 +600,9 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    STRUCTURED_FIELD_NUMBER: _builtins.int
     SIMULATED_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to draw."""
@@ -611,9 +614,19 @@ class SamplingParams(_message.Message):
     """Most likely tokens kept; 0 means off."""
     seed: _builtins.int
     """Seed of the vertex: token t is drawn from a generator keyed (seed, t)."""
+    min_p: _builtins.float
+    """Tokens less likely than this share of the most likely one are cut; 0 means off."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the response; the sampled one is part of it."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end the response; its tokens are all part of it. Only engines that know the text."""
+
+    @_builtins.property
+    def structured(self) -> Global___StructuredOutput:
+        """Form that the response must have; unset means any. Only engines that know the text."""
 
     @_builtins.property
     def simulated(self) -> Global___SimulatedCall:
@@ -628,15 +641,50 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        structured: Global___StructuredOutput | None = ...,
         simulated: Global___SimulatedCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["simulated", b"simulated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["simulated", b"simulated", "structured", b"structured"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "seed", b"seed", "simulated", b"simulated", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "simulated", b"simulated", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """StructuredOutput is the form of a response; one of the fields is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that follows this JSON schema."""
+    regex: _builtins.str
+    """Text that matches this regular expression."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
 
 @_typing.final
 class SimulatedCall(_message.Message):
