@@ -104,6 +104,27 @@ def ask(desk: CallDesk, sample: SampleState, n: int) -> str:
     return vertex_id
 
 
+async def test_a_call_whose_text_has_rules_is_not_gone_on_with_elsewhere(tmp_path):
+    world = World(tmp_path)
+    sample = SampleState(SampleSpec(sample_id="b000000a0-g0000-s000a0"))
+    told = []
+    for n, sampling in enumerate(
+        [
+            eng.SamplingParams(max_tokens=2),
+            eng.SamplingParams(max_tokens=2, stop=["."]),
+            eng.SamplingParams(max_tokens=2, structured=eng.StructuredOutput(regex="a+")),
+        ]
+    ):
+        call = AgentCall(
+            vertex_id=f"{sample.spec.sample_id}/0:{n}", sample_id=sample.spec.sample_id,
+            path=f"0:{n}", agent="echo", policy="p", prompt_tokens=[1], sampling=sampling,
+        )  # fmt: skip
+        world.desk.call(sample, call)
+        told.append(world.desk.trace[-1][0].resumable)
+    world.desk.close()
+    assert told == [True, False, False]
+
+
 async def test_a_live_trace_replays_identically_through_a_fresh_core(tmp_path):
     world = World(tmp_path)
     server = asyncio.create_task(world.serve())

@@ -146,6 +146,8 @@ class CallDesk:
                 spec.sample_id,
                 tuple(call.upstream_vertex_ids),
                 prefix_keys(call.prompt_tokens) if call.policy in self._caching else (),
+                # A stop text or a form looks at all of a response, not at the rest of one.
+                not (call.sampling.stop or call.sampling.HasField("structured")),
             ),
             now,
         )
