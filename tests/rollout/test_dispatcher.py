@@ -141,6 +141,25 @@ async def test_the_next_version_is_loaded_between_batches_and_pinned_to_requests
         assert (graph.sample.min_version, graph.sample.max_version) == (1, 1)
 
 
+async def test_refused_weights_raise_the_alarm_until_a_good_load(make, tmp_path):
+    async with make() as cluster:
+        await cluster.create_run(tmp_path / "data.jsonl")
+        host = cluster.host()
+        await cluster.open()
+        await cluster.until(lambda s: len(s.instances) == 2 and "p-0" in host.statuses)
+        refused = eng.InstanceStatus(
+            instance_id="p-0", policies=["p"], state=eng.INSTANCE_STATE_EMPTY,
+            failure=common_pb2.Failure(reason="CHECKSUM_MISMATCH", message="content is not theirs"),
+        )  # fmt: skip
+        host.send(instances=[refused])
+        status = await cluster.until(lambda s: s.counters["weights_refused"] == 1)
+        (line,) = [line for line in status.waits if line.startswith("policy p:")]
+        assert "p-0: content is not theirs" in line
+        await cluster.activate(0)
+        status = await cluster.until(lambda s: s.ready)
+        assert not any(i.HasField("failure") for i in status.instances)
+
+
 @pytest.mark.parametrize(
     "mislabel", [{"version": 7}, {"weights_hash": "other"}, {"version": 0, "weights_hash": ""}]
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import ModelRef, PolicyManifest
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+    INSTANCE_STATE_DEAD,
     INSTANCE_STATE_EMPTY,
     INSTANCE_STATE_STARTING,
     GenerateResult,
@@ -218,17 +219,34 @@ class Fleet:
             if instance is None:
                 continue
             if status.HasField("failure"):
-                _log.warning(
-                    "instance_trouble",
-                    instance=status.instance_id,
-                    reason=status.failure.reason,
-                    message=status.failure.message,
-                )
+                self._note_trouble(status)
             self._changed(instance)
             self._orders.heard(instance)
             self._learn_start(instance, now)
             if instance.serving and self._holds_its_own(instance):
                 self._on_serving(instance)
+
+    def _note_trouble(self, status: InstanceStatus) -> None:
+        """Tells of a death, or, louder, of weights that are not what they should be."""
+        assert self._desk is not None
+        died = status.state == INSTANCE_STATE_DEAD
+        self._desk.counters["instance_deaths" if died else "weights_refused"] += 1
+        log = _log.warning if died else _log.error
+        log(
+            "instance_trouble" if died else "weights_refused",
+            instance=status.instance_id,
+            version=status.version,
+            reason=status.failure.reason,
+            message=status.failure.message,
+        )
+
+    def trouble(self, policy: str) -> str:
+        """Why a policy's instances do not serve, in brackets; empty when none has said so."""
+        for instance in self.instances:
+            if policy in instance.spec.policies and instance.status.HasField("failure"):
+                failure = instance.status.failure
+                return f" ({instance.instance_id}: {failure.message or failure.reason})"
+        return ""
 
     def _learn_start(self, instance: Instance, now: float) -> None:
         """How long engines take to start is what a move to another base model costs."""

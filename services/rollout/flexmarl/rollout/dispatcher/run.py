@@ -137,6 +137,7 @@ class Run:
         serving = self.fleet.is_serving(self.version)
         lines += [
             f"policy {policy}: no instance serves version {max(self.version, 0)}"
+            + self.fleet.trouble(policy)
             for policy in sorted(serving)
             if not serving[policy]
         ]
