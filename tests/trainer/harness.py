@@ -15,7 +15,7 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import PolicyConfig
-from flexmarl.trainer.state_layout import segment_specs
+from flexmarl.trainer.state_layout import full_tensors, segment_specs
 from flexmarl.trainer.workers import Worker
 
 TINY = {
@@ -157,7 +157,12 @@ class Policy:
 
     def segment(self, kind: str) -> rank_pb2.MappedSegment:
         layout = lay_out(
-            segment_specs(kind, self.parameters, weights_dtype=self.config.rollout.dtype)
+            segment_specs(
+                kind,
+                self.parameters,
+                weights_dtype=self.config.rollout.dtype,
+                world_size=len(self.members),
+            )
         )
         self.ranks.files += 1
         path = self.ranks.folder / f"{kind}{self.ranks.files}"
@@ -186,8 +191,9 @@ class Policy:
         )
         return targets, replies[0].written
 
-    async def unbind(self) -> None:
-        await self.ranks.call(self.members, unbind=rank_pb2.RankUnbind())
+    async def unbind(self) -> list[rank_pb2.RankUnbound]:
+        replies = await self.ranks.call(self.members, unbind=rank_pb2.RankUnbind())
+        return [reply.unbound for reply in replies]
 
 
 def saved(*segments: rank_pb2.MappedSegment) -> rank_pb2.RankSaved:
@@ -200,13 +206,19 @@ def saved(*segments: rank_pb2.MappedSegment) -> rank_pb2.RankSaved:
 
 
 def read(segment: rank_pb2.MappedSegment) -> dict[str, np.ndarray]:
+    """Full tensors by name, whatever ranks wrote them."""
     data = Path(segment.path).read_bytes()
     kinds = {"F32": "<f4", "F64": "<f8"}
     return {
-        item.name: np.frombuffer(
-            data[item.offset : item.offset + item.size_bytes], kinds[item.dtype]
-        ).reshape(tuple(item.shape))
-        for item in segment.buffers
+        name: np.concatenate(
+            [
+                np.frombuffer(
+                    data[part.offset : part.offset + part.size_bytes], kinds[part.dtype]
+                ).reshape(tuple(part.shape))
+                for part in parts
+            ]
+        )
+        for name, parts in full_tensors(segment.buffers).items()
     }
 
 
@@ -230,7 +242,12 @@ async def start_ranks(count: int, folder: Path) -> Any:
                         "interface": "lo",
                         "threads": 1,
                         "timeout_s": 30,
-                        "max_resident_bytes": 1 << 30,
+                        "arena_bytes": 1 << 20,
+                        "max_arena_bytes": 0,
+                        "max_modules": 4,
+                        "max_reference_bytes": 1 << 30,
+                        "verify": True,
+                        "warm": True,
                     },
                     name=f"rank{position}",
                 )

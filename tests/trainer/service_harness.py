@@ -329,7 +329,7 @@ async def start_cluster(
         folder / "trainer",
         data_dir=folder / "trainer",
         slots=f"[{names}]",
-        **{"collective_timeout_s": 20, **trainer_settings},
+        **{"collective_timeout_s": 20, "verify_swaps": "true", **trainer_settings},
     )
     try:
         await asyncio.gather(store_service.start(), trainer_service.start())

@@ -96,6 +96,7 @@ class ErrorReason(StrEnum):
     QUEUE_FULL = "QUEUE_FULL", _F.EXHAUSTED, "send more slowly"
     MEMORY_TIER_FULL = "MEMORY_TIER_FULL", _F.EXHAUSTED, "enlarge the memory tier or free segments"
     DISK_FULL = "DISK_FULL", _F.EXHAUSTED, "free disk space"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY", _F.EXHAUSTED, "use more slots, or less per pass"
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE", _F.EXHAUSTED, "send it in chunks"
     # Not now.
     UNAVAILABLE = "UNAVAILABLE", _F.UNAVAILABLE, "check that the service runs at this address"

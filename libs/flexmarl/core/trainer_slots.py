@@ -63,7 +63,7 @@ class SlotTable:
             DomainError: TERM_STALE; INVALID_ARGUMENT for slots that are unknown, repeated or none;
                 STATE_TRANSITION_REFUSED when another policy holds one, or the term is in use.
         """
-        self._check_slots(slots)
+        self.check_slots(slots)
         self._check_term(key, term)
         older = self._claims.get(key)
         if older is not None and older.term == term:
@@ -112,7 +112,12 @@ class SlotTable:
         assert not self.claims_of_run(run_id), "release the run's claims first"
         self._terms = {key: term for key, term in self._terms.items() if key.run_id != run_id}
 
-    def _check_slots(self, slots: Sequence[str]) -> None:
+    def check_slots(self, slots: Sequence[str]) -> None:
+        """Checks that slots are named once each and known.
+
+        Raises:
+            DomainError: INVALID_ARGUMENT.
+        """
         unknown = [slot for slot in slots if slot not in self._slots]
         if unknown or not slots or len(set(slots)) < len(slots):
             raise DomainError(

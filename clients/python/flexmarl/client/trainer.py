@@ -72,6 +72,26 @@ class TrainerClient(ServiceClient):
         operation = await self._operate("BindPolicy", request, timeout_s=timeout_s)
         return operation.bind
 
+    async def prefetch_policy(
+        self,
+        run_id: str,
+        policy: str,
+        *,
+        slots: Sequence[str],
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> pb.PrefetchResult:
+        """Load a policy's saved state beside what the slots do; a hint that changes nothing."""
+        request = pb.PrefetchPolicyRequest(
+            request_id=new_request_id(), run_id=run_id, policy=policy, slots=slots
+        )
+        operation = await self._operate("PrefetchPolicy", request, timeout_s=timeout_s)
+        return operation.prefetch
+
+    async def cancel_operation(self, operation_id: str) -> None:
+        """Ask an operation to stop."""
+        request = pb.CancelOperationRequest(request_id=new_request_id(), operation_id=operation_id)
+        await self._call("CancelOperation", request)
+
     async def compute_gradients(
         self,
         run_id: str,

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
@@ -22,12 +22,18 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ledger import Ledger, Presence, check_apply
 from flexmarl.core.trainer_slots import Claim
 from flexmarl.trainer import records
-from flexmarl.trainer.binding_parts import BindingParts
+from flexmarl.trainer.binding_parts import BindingParts, PassBudget
 from flexmarl.trainer.policy_state import PolicyState
 from flexmarl.trainer.pool import Meeting
 from flexmarl.trainer.results import added_result
 from flexmarl.trainer.rows import PackedRows, pack_rows
 from flexmarl.trainer.turns import Turns
+
+_FULL: Final = (ErrorReason.DISK_FULL, ErrorReason.MEMORY_TIER_FULL)
+"""A save that found no room changed nothing: the sum is where it was, to be saved again."""
+
+_REFUSED: Final = (ErrorReason.INVALID_ARGUMENT, ErrorReason.OUT_OF_MEMORY)
+"""A micro-batch of which nothing was added."""
 
 
 class Binding:
@@ -118,7 +124,7 @@ class Binding:
 
     async def save(self) -> trainer_pb2.StateResult:
         """Writes sum and ledger, if they are not saved yet."""
-        async with self._turn("save"), self._all_or_lost():
+        async with self._turn("save"), self._all_or_lost(spare=_FULL):
             return await self._state.save_sum()
 
     async def apply(self, *, batch: int, micro_batch_ids: Sequence[str]) -> trainer_pb2.StateResult:
@@ -133,25 +139,32 @@ class Binding:
                 return trainer_pb2.StateResult(state=state, metrics=state.metrics)
             ledger = records.ledger_for(self._state.ledger, batch=batch, what="the update")
             records.check_exact(check_apply(ledger, micro_batch_ids), self.claim.key.policy)
-            async with self._all_or_lost():
-                return await self._state.step(ledger)
+            async with self._state.room_for_set(ledger) as targets, self._all_or_lost():
+                return await self._state.step(ledger, targets)
 
     async def suspend(self) -> trainer_pb2.StateResult:
-        """Saves what is unsaved and lets the ranks go."""
-        async with self._turn("suspend"), self._all_or_lost():
+        """Saves what is unsaved and lets the ranks go.
+
+        Returns:
+            The saved state; metric `used_bytes` is what is still in use of the fullest rank's
+            memory, measured there: 0.
+        """
+        async with self._turn("suspend"), self._all_or_lost(spare=_FULL):
             result = await self._state.save_sum()
             self._check_claimed()
-            await self._parts.ranks.command(rank_pb2.RankCommand(unbind=rank_pb2.RankUnbind()))
+            unbind = rank_pb2.RankCommand(unbind=rank_pb2.RankUnbind())
+            left = await self._parts.ranks.command(unbind)
+            result.metrics["used_bytes"] = max(reply.unbound.used_bytes for reply in left)
             self.lose()
+            if self._parts.cold_start:
+                self._parts.ranks.replace()
             return result
 
     async def _add(
         self, name: str, ledger: Ledger, packed: PackedRows
     ) -> trainer_pb2.ComputeGradientsResult:
-        async with self._all_or_lost(spare=ErrorReason.INVALID_ARGUMENT):
-            self._check_claimed()
-            command = rank_pb2.RankCommand(gradients=packed.command)
-            replies = await self._parts.ranks.command(command)
+        async with self._all_or_lost(spare=_REFUSED):
+            replies = await self._gradients(packed)
         if all(reply.added.finite for reply in replies):
             self._state.ledger = ledger.add(name, packed.counts)
         else:
@@ -165,6 +178,38 @@ class Binding:
             ranks=[reply.added for reply in replies],
         )
 
+    async def _gradients(self, packed: PackedRows) -> list[rank_pb2.RankReply]:
+        """Lets the ranks work; when a pass does not fit their memory, once more with smaller ones.
+
+        A rank that ran out of memory leaves others waiting in a collective, so several ranks are
+        bound again first, which is what CHILD_DIED asks for.
+        """
+        self._check_claimed()
+        ranks, budget = self._parts.ranks, self._parts.budget
+        packed.command.max_tokens_per_pass = budget.max_tokens
+        try:
+            return await ranks.command(rank_pb2.RankCommand(gradients=packed.command))
+        except DomainError as error:
+            if error.reason is not ErrorReason.OUT_OF_MEMORY:
+                raise
+            if budget.max_tokens:
+                raise _does_not_fit(packed, budget) from error
+            configured = self._parts.config.trainer.max_tokens_per_pass
+            budget.max_tokens = max(1, min(configured, packed.num_model_tokens // len(ranks)) // 2)
+            if len(ranks) > 1:
+                raise DomainError(
+                    ErrorReason.CHILD_DIED,
+                    f"{packed.command.micro_batch_id}: a rank ran out of memory; the next try "
+                    f"makes passes of {budget.max_tokens} tokens",
+                ) from error
+        packed.command.max_tokens_per_pass = budget.max_tokens
+        try:
+            return await ranks.command(rank_pb2.RankCommand(gradients=packed.command))
+        except DomainError as error:
+            if error.reason is not ErrorReason.OUT_OF_MEMORY:
+                raise
+            raise _does_not_fit(packed, budget) from error
+
     @asynccontextmanager
     async def _turn(self, activity: str, **args: str | int) -> AsyncIterator[None]:
         """Waits for the operation's turn; a newer owner of the policy ends the binding."""
@@ -177,12 +222,12 @@ class Binding:
                 raise
 
     @asynccontextmanager
-    async def _all_or_lost(self, *, spare: ErrorReason | None = None) -> AsyncIterator[None]:
-        """A failure inside loses the binding, but for a refusal that changed nothing (`spare`)."""
+    async def _all_or_lost(self, *, spare: Collection[ErrorReason] = ()) -> AsyncIterator[None]:
+        """A failure inside loses the binding, but for those that changed nothing (`spare`)."""
         try:
             yield
         except DomainError as error:
-            if error.reason is not spare:
+            if error.reason not in spare:
                 self.lose()
             raise
         except BaseException:
@@ -204,6 +249,15 @@ class Binding:
                 f"{self.claim.key} is no longer bound under term {self.claim.term}",
                 {"policy": self.claim.key.policy, "term": str(self.claim.term)},
             )
+
+
+def _does_not_fit(packed: PackedRows, budget: PassBudget) -> DomainError:
+    return DomainError(
+        ErrorReason.OUT_OF_MEMORY,
+        f"{packed.command.micro_batch_id}: passes of {budget.max_tokens} tokens do not fit the "
+        "device either; give the policy more slots, shorter rows, or a smaller model",
+        {"micro_batch_id": packed.command.micro_batch_id, "max_tokens": str(budget.max_tokens)},
+    )
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

@@ -13,6 +13,13 @@ from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import StateSegments
 
 
+@dataclass(slots=True)
+class PassBudget:
+    """Padded tokens per pass of a policy: as configured (0), or less since a pass did not fit."""
+
+    max_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindingParts:
     """What a binding is made of.
@@ -28,6 +35,8 @@ class BindingParts:
         segments: Its segments.
         spans: Timeline.
         max_queued: Most operations that wait.
+        budget: Outlives the binding.
+        cold_start: Replace the workers when the policy is suspended.
         on_lost: Gives the claim back when the binding is lost.
     """
 
@@ -41,6 +50,8 @@ class BindingParts:
     segments: StateSegments
     spans: SpanRecorder
     max_queued: int
+    budget: PassBudget
+    cold_start: bool
     on_lost: Callable[[Claim], None]
 
     @property

@@ -78,8 +78,20 @@ class TrainerConfig(ServiceConfig):
     """Compute threads of each worker; 0 means the node's cores divided by the slots. More than one
     pays for large models on cores that nobody else uses: threads of a small one mostly wait for
     each other, for ever longer when the cores are shared."""
-    max_resident_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes of weights and moments that a worker keeps for bindings to come."""
+    arena_bytes: Annotated[int, Field(ge=0)] = 64 << 20
+    """Memory for state that each worker allocates at its start; it grows when a policy needs more.
+    With room for two, the next policy's state is loaded while the present one computes."""
+    max_arena_bytes: Annotated[int, Field(ge=0)] = 0
+    """Most that this memory may grow to; a policy that needs more is refused. 0 means no bound."""
+    max_modules: Annotated[int, Field(ge=1)] = 8
+    """Most modules, and most process groups, that a worker keeps for bindings to come."""
+    max_reference_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes of first weights, for policies with a divergence, that a worker keeps."""
+    cold_start: bool = False
+    """Replace a slot's worker after each binding: nothing is kept from one policy to the next, and
+    every activation pays for process, group, module and state."""
+    verify_swaps: bool = False
+    """Read state back after it was moved out and compare checksums."""
     warm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest start of a worker."""
     command_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

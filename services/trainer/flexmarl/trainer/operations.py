@@ -23,6 +23,7 @@ _RESULT_FIELDS = {
     "BindPolicyResult": "bind",
     "ComputeGradientsResult": "gradients",
     "StateResult": "state",
+    "PrefetchResult": "prefetch",
 }
 
 _log = get_logger(__name__)
@@ -33,6 +34,7 @@ class _Entry:
     payload_hash: bytes
     operation: trainer_pb2.Operation
     done: asyncio.Event
+    task: asyncio.Task[None] | None = None
 
 
 class Operations:
@@ -69,7 +71,9 @@ class Operations:
         self._make_room()
         operation = trainer_pb2.Operation(operation_id=request_id)
         entry = self._entries[request_id] = _Entry(payload_hash, operation, asyncio.Event())
-        self._background.start(f"{type(request).__name__} {request_id}", self._run(entry, work))
+        name = f"{type(request).__name__} {request_id}"
+        entry.task = self._background.start(name, self._run(entry, work))
+        entry.task.add_done_callback(lambda _: _end(entry))
         return operation
 
     async def wait(self, operation_id: str, *, timeout_s: float) -> trainer_pb2.Operation:
@@ -86,6 +90,16 @@ class Operations:
             pass
         return entry.operation
 
+    def cancel(self, operation_id: str) -> None:
+        """Asks an operation to stop; one that has ended stays as it is.
+
+        Raises:
+            DomainError: NOT_FOUND.
+        """
+        entry = self._require(operation_id)
+        if entry.task is not None:
+            entry.task.cancel()
+
     async def _run(self, entry: _Entry, work: Work) -> None:
         operation = entry.operation
         try:
@@ -98,19 +112,11 @@ class Operations:
                 )
             )
             _log.warning("operation_failed", operation=operation.operation_id, error=str(error))
-        except asyncio.CancelledError:
-            operation.failure.CopyFrom(
-                common_pb2.Failure(reason=ErrorReason.CANCELLED, message="cancelled")
-            )
-            raise
         except Exception:  # noqa: BLE001 - the edge of an operation: its caller learns of it
             _log.exception("operation_broke", operation=operation.operation_id)
             operation.failure.CopyFrom(
                 common_pb2.Failure(reason=ErrorReason.INTERNAL, message="see the trainer's log")
             )
-        finally:
-            operation.done = True
-            entry.done.set()
 
     def _make_room(self) -> None:
         while len(self._entries) >= self._max_kept:
@@ -130,3 +136,13 @@ class Operations:
                 {"operation": operation_id},
             )
         return entry
+
+
+def _end(entry: _Entry) -> None:
+    """Frees who waits; a task that was cancelled, even before its first step, has no result."""
+    if entry.operation.WhichOneof("result") is None:
+        entry.operation.failure.CopyFrom(
+            common_pb2.Failure(reason=ErrorReason.CANCELLED, message="the operation was cancelled")
+        )
+    entry.operation.done = True
+    entry.done.set()

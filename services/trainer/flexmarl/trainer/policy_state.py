@@ -95,25 +95,33 @@ class PolicyState:
         seconds = {"save": time.perf_counter() - started}
         return trainer_pb2.StateResult(state=self.record, seconds=seconds)
 
-    async def step(self, ledger: Ledger) -> trainer_pb2.StateResult:
+    @asynccontextmanager
+    async def room_for_set(self, ledger: Ledger) -> AsyncIterator[StateTargets]:
+        """Makes room for the set that an update makes, before anything changes.
+
+        Raises:
+            DomainError: DISK_FULL, MEMORY_TIER_FULL.
+        """
+        async with self._targets(_SET, version=ledger.batch + 1) as targets:
+            yield targets
+
+    async def step(self, ledger: Ledger, targets: StateTargets) -> trainer_pb2.StateResult:
         """Makes and saves set `ledger.batch` + 1.
 
         The sum is not saved on its own first: set, ledger and marks are one SaveState, so after a
         crash either all of it is there, or the newest save of set `batch` is and the rest is
         computed again, which costs computing and never rows.
         """
-        self._parts.ranks.set_held(None)
         started = time.perf_counter()
         state = self.record
-        async with self._targets(_SET, version=ledger.batch + 1) as targets:
-            apply = rank_pb2.RankApply(
-                denominator=self._parts.config.loss.denominator(ledger.counts),
-                num_updates=state.num_updates,
-                targets=targets.for_ranks(),
-            )
-            replies = await self._command(rank_pb2.RankCommand(apply=apply))
-            written = replies[0].written
-            refs = await targets.seal(weights_hash=written.weights_hash)
+        apply = rank_pb2.RankApply(
+            denominator=self._parts.config.loss.denominator(ledger.counts),
+            num_updates=state.num_updates,
+            targets=targets.for_ranks(),
+        )
+        replies = await self._command(rank_pb2.RankCommand(apply=apply))
+        written = replies[0].written
+        refs = await targets.seal(weights_hash=written.weights_hash)
         seconds = largest([reply.written.seconds for reply in replies])
         metrics = dict(written.metrics)
         if "skipped" not in metrics:
@@ -130,7 +138,6 @@ class PolicyState:
         await self._write(record, Ledger(batch=ledger.batch + 1))
         seconds["save"] = time.perf_counter() - saving
         seconds["total"] = time.perf_counter() - started
-        self._parts.ranks.set_held((refs["master"].key, refs["moments"].key))
         return trainer_pb2.StateResult(state=record, metrics=metrics, seconds=seconds)
 
     async def _make_first_set(self, meeting: Meeting) -> dict[str, float]:
@@ -155,26 +162,23 @@ class PolicyState:
             return {}
         keys = (state.master.key, state.moments.key)
         refs = {"master": state.master, "moments": state.moments}
-        if self._parts.ranks.holds(master=keys[0], moments=keys[1]):
+        if self._parts.ranks.keep(master=keys[0], moments=keys[1]):
             refs = {}
         if self.ledger.added:
             refs["gradients"] = state.gradients
         async with self._parts.segments.opened(refs) as segments:
             saved = rank_pb2.RankSaved(master_key=keys[0], moments_key=keys[1], segments=segments)
-            seconds = await self._bind_ranks(meeting, rank_pb2.RankBind(saved=saved))
-        self._parts.ranks.set_held(keys)
-        return seconds
+            return await self._bind_ranks(meeting, rank_pb2.RankBind(saved=saved))
 
     async def _bind_ranks(self, meeting: Meeting, template: rank_pb2.RankBind) -> dict[str, float]:
         parts = self._parts
-        parts.ranks.set_held(None)
         template.binding = str(parts.claim.key)
         template.policy_json = parts.config.model_dump_json().encode()
         template.model_path = parts.model_path
         template.package_path = parts.package_path
         if parts.config.loss.kl is not None:
             template.reference.seed = parts.init_seed
-        template.members.extend(worker.position for worker in parts.ranks.workers)
+        template.members.extend(parts.ranks.members)
         template.group_prefix = meeting.prefix
         template.store_host = meeting.host
         template.store_port = meeting.port
@@ -205,7 +209,11 @@ class PolicyState:
         self, kinds: Sequence[str], *, version: int, number: int | None = None
     ) -> AsyncIterator[StateTargets]:
         targets = await self._parts.segments.allocate(
-            kinds, self._parameters, version=version, number=number
+            kinds,
+            self._parameters,
+            world_size=len(self._parts.ranks),
+            version=version,
+            number=number,
         )
         try:
             yield targets

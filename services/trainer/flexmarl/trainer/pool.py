@@ -10,6 +10,7 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
+from flexmarl.runtime.logging import get_logger
 from flexmarl.trainer.config import TrainerConfig
 from flexmarl.trainer.simulated.process import SimulatedProcess
 from flexmarl.trainer.simulated.rank import SimulatedRank
@@ -17,6 +18,8 @@ from flexmarl.trainer.workers import RankProcess, Worker
 
 PRELOAD = ("flexmarl.trainer.rank.preload",)
 """What workers find imported: the trainer's own process never imports torch."""
+
+_log = get_logger(__name__)
 
 _RANK = "flexmarl.trainer.rank.main:run_rank"
 _RENDEZVOUS = "flexmarl.trainer.rank.main:run_rendezvous"
@@ -59,6 +62,8 @@ class WorkerPool:
     ) -> None:
         self._config = config
         self._children = children
+        self._background = background
+        self._on_death = on_death
         self._rendezvous: tuple[ChildProcess, int] | None = None
         self._rendezvous_lock = asyncio.Lock()
         self.workers = {
@@ -67,7 +72,7 @@ class WorkerPool:
                 position=position,
                 spawn=self._spawner(slot, position),
                 warm_timeout_s=config.warm_timeout_s,
-                on_death=lambda worker: on_death(worker.slot),
+                on_death=self._died,
             )
             for position, slot in enumerate(config.slots)
         }
@@ -96,6 +101,24 @@ class WorkerPool:
         return Meeting(
             prefix=prefix, host=self._config.rendezvous_host, port=await self._rendezvous_port()
         )
+
+    def _died(self, worker: Worker) -> None:
+        """Ends what was bound to a dead worker, and the groups that it was in."""
+        self._on_death(worker.slot)
+        forget = rank_pb2.RankForget(position=worker.position)
+        for other in self.workers.values():
+            if other is not worker and other.ready:
+                self._background.start(
+                    f"{other.slot} forgets {worker.slot}", self._forget(other, forget)
+                )
+
+    async def _forget(self, worker: Worker, forget: rank_pb2.RankForget) -> None:
+        command = rank_pb2.RankCommand(forget=forget)
+        try:
+            await worker.call(command, timeout_s=self._config.command_timeout_s)
+        except DomainError as error:
+            # Most often its own end: whoever waits in a collective for a dead rank is ended.
+            _log.info("worker_did_not_forget", slot=worker.slot, error=str(error))
 
     async def _rendezvous_port(self) -> int:
         async with self._rendezvous_lock:
@@ -132,7 +155,12 @@ class WorkerPool:
             "interface": config.interface,
             "threads": config.compute_threads,
             "timeout_s": config.collective_timeout_s,
-            "max_resident_bytes": config.max_resident_bytes,
+            "arena_bytes": config.arena_bytes,
+            "max_arena_bytes": config.max_arena_bytes,
+            "max_modules": config.max_modules,
+            "max_reference_bytes": config.max_reference_bytes,
+            "verify": config.verify_swaps,
+            "warm": not config.cold_start,
         }
 
         async def spawn() -> RankProcess:

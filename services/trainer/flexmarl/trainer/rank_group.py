@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
-from flexmarl.trainer.workers import Worker
+from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.trainer.workers import Kept, Worker
 
 _REFUSAL_GRACE_S: Final = 5.0
 """How long the other ranks may take to answer once one has failed."""
@@ -28,14 +29,50 @@ class RankGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def holds(self, *, master: str, moments: str) -> bool:
-        """Whether every rank's weights and moments equal these segments."""
-        return all(worker.resident == (master, moments) for worker in self.workers)
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers' positions in the trainer."""
+        return tuple(worker.position for worker in self.workers)
 
-    def set_held(self, held: tuple[str, str] | None) -> None:
-        """Notes the segments of master and moments that the ranks equal; None before a change."""
+    def keep(self, *, master: str, moments: str) -> bool:
+        """Whether every rank's memory still holds this saved state."""
+        kept = Kept(master, moments, self.members)
+        return all(kept in worker.kept for worker in self.workers)
+
+    def replace(self) -> None:
+        """Ends the workers; each slot gets a fresh one."""
         for worker in self.workers:
-            worker.resident = held
+            worker.replace()
+
+    async def prefetch(
+        self, segments: Sequence[rank_pb2.MappedSegment]
+    ) -> trainer_pb2.PrefetchResult:
+        """Loads saved master and moments beside what the workers do.
+
+        Raises:
+            DomainError: A worker failed; its work goes on.
+        """
+        keys = {segment.kind: segment.key for segment in segments}
+        state = rank_pb2.KeptState(
+            master_key=keys["master"], moments_key=keys["moments"], members=self.members
+        )
+        commands = [
+            rank_pb2.RankCommand(
+                prefetch=rank_pb2.RankPrefetch(rank=rank, state=state, segments=segments)
+            )
+            for rank in range(len(self.workers))
+        ]
+        # Workers do not wait for each other here, so one that fails is no reason to end others.
+        replies = await asyncio.gather(
+            *(
+                worker.call(command, timeout_s=self._timeout_s)
+                for worker, command in zip(self.workers, commands, strict=True)
+            )
+        )
+        return trainer_pb2.PrefetchResult(
+            loaded_bytes=sum(reply.prefetched.loaded_bytes for reply in replies),
+            seconds=max(reply.prefetched.seconds for reply in replies),
+        )
 
     async def command(self, command: rank_pb2.RankCommand) -> list[rank_pb2.RankReply]:
         """Sends one command to every rank; see `each`."""
@@ -49,7 +86,8 @@ class RankGroup:
         Ranks wait for each other in collectives, so when one fails the others are ended, too.
 
         Raises:
-            DomainError: What failed first.
+            DomainError: What failed first; CHILD_DIED with the ranks that others waited for in
+                vain.
         """
         tasks = [
             asyncio.ensure_future(worker.call(command, timeout_s=self._timeout_s))
@@ -60,9 +98,11 @@ class RankGroup:
             if pending:
                 # A refusal is the same on all ranks; give them the time to say so.
                 _, pending = await asyncio.wait(pending, timeout=_REFUSAL_GRACE_S)
+            silent = [self.workers[tasks.index(task)] for task in pending]
             if pending:
                 for worker in self.workers:
                     worker.kill()
+            hung = [f"{worker.slot} (pid {worker.pid})" for worker in silent]
             await asyncio.wait(tasks)
         finally:
             for task in tasks:
@@ -71,8 +111,21 @@ class RankGroup:
         for task in (*done, *tasks):
             error = task.exception()
             if error is not None:
-                raise error
+                raise _named(error, hung)
         return [task.result() for task in tasks]
+
+
+def _named(error: BaseException, hung: Sequence[str]) -> BaseException:
+    """A rank waited in vain: the error names those that it waited for."""
+    waited = isinstance(error, DomainError) and error.reason is ErrorReason.DEADLINE_EXCEEDED
+    if not (waited and hung):
+        return error
+    names = ", ".join(hung)
+    return DomainError(
+        ErrorReason.CHILD_DIED,
+        f"{names} did not arrive in a collective in time; the group was ended",
+        {"ranks": names},
+    )
 
 
 def _copy(command: rank_pb2.RankCommand) -> rank_pb2.RankCommand:

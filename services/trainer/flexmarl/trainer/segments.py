@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient
 from flexmarl.trainer.state_layout import segment_specs
@@ -81,14 +82,22 @@ class StateSegments:
         kinds: Sequence[str],
         parameters: Sequence[meg_store_pb2.NamedBuffer],
         *,
+        world_size: int,
         version: int,
         number: int | None = None,
     ) -> StateTargets:
-        """Makes room for some kinds of state of a set."""
+        """Makes room for some kinds of state of a set that this many ranks write."""
         writers = await asyncio.gather(
             *(
                 self._allocate(
-                    kind, parameters, key=self._names.key(kind, version=version, number=number)
+                    kind,
+                    segment_specs(
+                        kind,
+                        parameters,
+                        weights_dtype=self._weights_dtype,
+                        world_size=world_size,
+                    ),
+                    key=self._names.key(kind, version=version, number=number),
                 )
                 for kind in kinds
             )
@@ -99,12 +108,12 @@ class StateSegments:
         return await self._store.open_segment(self._names.run_id, key, holder=HOLDER)
 
     async def _allocate(
-        self, kind: str, parameters: Sequence[meg_store_pb2.NamedBuffer], *, key: str
+        self, kind: str, specs: Sequence[BufferSpec], *, key: str
     ) -> tuple[str, SegmentWriter]:
         writer = await self._store.allocate_segment(
             self._names.run_id,
             key,
-            segment_specs(kind, parameters, weights_dtype=self._weights_dtype),
+            specs,
             tier=self._tier,
             attributes={"kind": kind, "policy": self._names.policy},
         )

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2_grpc
 from flexmarl.core.call_context import bind_ids
-from flexmarl.core.errors import DomainError, ErrorReason, not_built
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import DEADLINE_MARGIN_S
 from flexmarl.runtime.ticks import interval_s, ticks
 from flexmarl.trainer.operations import Operations, Work
@@ -126,6 +126,16 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         operation = self._start(request, request.request_id, binding.suspend)
         return pb.SuspendPolicyResponse(operation=operation)
 
+    async def PrefetchPolicy(
+        self, request: pb.PrefetchPolicyRequest, context: Context
+    ) -> pb.PrefetchPolicyResponse:
+        """See the contract."""
+        bind_ids(run=request.run_id, policy=request.policy)
+        work = partial(
+            self.trainer.prefetch, request.run_id, request.policy, slots=list(request.slots)
+        )
+        return pb.PrefetchPolicyResponse(operation=self._start(request, request.request_id, work))
+
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: Context
     ) -> pb.WaitOperationResponse:
@@ -140,8 +150,9 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def CancelOperation(
         self, request: pb.CancelOperationRequest, context: Context
     ) -> pb.CancelOperationResponse:
-        """Not built: operations are short, and a half-done one would lose its binding."""
-        raise not_built("CancelOperation")
+        """See the contract."""
+        self.operations.cancel(request.operation_id)
+        return pb.CancelOperationResponse()
 
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: Context

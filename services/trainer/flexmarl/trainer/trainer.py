@@ -22,7 +22,7 @@ from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.binding import Binding
-from flexmarl.trainer.binding_parts import BindingParts
+from flexmarl.trainer.binding_parts import BindingParts, PassBudget
 from flexmarl.trainer.config import TrainerConfig
 from flexmarl.trainer.pool import WorkerPool
 from flexmarl.trainer.rank_group import RankGroup
@@ -68,6 +68,7 @@ class Trainer:
         self._runs: dict[str, OpenRun] = {}
         self._run_locks: dict[str, asyncio.Lock] = {}
         self._table = SlotTable(config.slots)
+        self._budgets: dict[PolicyKey, PassBudget] = {}
         self._bindings: dict[PolicyKey, Binding] = {}
         self._pool = WorkerPool(config, children, background, on_death=self._worker_died)
 
@@ -110,6 +111,7 @@ class Trainer:
             for claim in self._table.claims_of_run(run_id):
                 self._bindings[claim.key].lose()
             self._table.forget_run(run_id)
+            self._budgets = {key: b for key, b in self._budgets.items() if key.run_id != run_id}
             del self._runs[run_id]
             await asyncio.gather(*(store.close() for store in run.stores.values()))
         self._run_locks.pop(run_id, None)
@@ -139,6 +141,27 @@ class Trainer:
             binding.lose()
             raise
         return await binding.bind(meeting=meeting, version=version)
+
+    async def prefetch(
+        self, run_id: str, policy: str, *, slots: Sequence[str]
+    ) -> trainer_pb2.PrefetchResult:
+        """Loads a policy's newest saved state into memory of slots that nobody uses.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT for an unknown policy or slot, and what the
+                store or a worker answers.
+        """
+        run = self._run(run_id)
+        self._check_policy(run, policy, slots)
+        self._table.check_slots(slots)
+        state = await run.home.get_state(run_id, policy)
+        if state is None or not state.HasField("master"):
+            return trainer_pb2.PrefetchResult()
+        ranks = self._ranks(slots)
+        async with self._segments(run, policy, term=0).opened(
+            {"master": state.master, "moments": state.moments}
+        ) as segments:
+            return await ranks.prefetch(segments)
 
     def binding(self, run_id: str, policy: str, *, term: int) -> Binding:
         """Returns the binding of a policy under a term.
@@ -192,26 +215,37 @@ class Trainer:
         if self._table.release(claim):
             del self._bindings[claim.key]
 
+    def _ranks(self, slots: Sequence[str]) -> RankGroup:
+        return RankGroup(
+            [self._pool.workers[slot] for slot in slots],
+            command_timeout_s=self._config.command_timeout_s,
+        )
+
+    def _segments(self, run: OpenRun, policy: str, *, term: int) -> StateSegments:
+        config = run.config.policies[policy]
+        return StateSegments(
+            run.home,
+            SegmentNames(run_id=run.run_id, policy=policy, term=term),
+            tier=config.trainer.tier,
+            weights_dtype=config.rollout.dtype,
+        )
+
     def _parts(self, run: OpenRun, claim: Claim) -> BindingParts:
         policy = claim.key.policy
         config = run.config.policies[policy]
-        names = SegmentNames(run_id=run.run_id, policy=policy, term=claim.term)
         return BindingParts(
             claim=claim,
             config=config,
             model_path=str(run.models[policy]),
             package_path=str(run.package) if ":" in config.loss.kind else "",
             init_seed=derive(run.config.seed, "init", policy),
-            ranks=RankGroup(
-                [self._pool.workers[slot] for slot in claim.slots],
-                command_timeout_s=self._config.command_timeout_s,
-            ),
+            ranks=self._ranks(claim.slots),
             store=run.home,
-            segments=StateSegments(
-                run.home, names, tier=config.trainer.tier, weights_dtype=config.rollout.dtype
-            ),
+            segments=self._segments(run, policy, term=claim.term),
+            budget=self._budgets.setdefault(claim.key, PassBudget()),
             spans=self._spans,
             max_queued=self._config.max_queued_per_policy,
+            cold_start=self._config.cold_start,
             on_lost=self._lost,
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
@@ -18,6 +19,8 @@ from flexmarl.runtime.logging import get_logger
 
 RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before the first and further restarts in a row; a warm worker resets the row."""
+
+_TELLS_KEPT = ("bound", "unbound", "prefetched")
 
 _log = get_logger(__name__)
 
@@ -50,6 +53,15 @@ class RankProcess(Protocol):
         """Ends it at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Saved state as these workers share it."""
+
+    master_key: str
+    moments_key: str
+    members: tuple[int, ...]
+
+
 Spawn = Callable[[], Awaitable[RankProcess]]
 
 
@@ -76,8 +88,9 @@ class Worker:
         self.slot = slot
         self.position = position
         self.generation = 0
-        self.resident: tuple[str, str] | None = None
-        """Keys of the master and moments that the worker's weights equal; None when unknown."""
+        self.kept: frozenset[Kept] = frozenset()
+        """State that its memory still holds, though nothing of it is in use."""
+        self._replaced = False
         self._busy_s = 0.0
         self._busy_since = 0.0
         self._spawn = spawn
@@ -112,12 +125,14 @@ class Worker:
                 await self._become_warm(self._child)
                 failures = 0
                 await self._follow(self._child)
-                _log.warning("worker_died", slot=self.slot, pid=self.pid)
+                if not self._replaced:
+                    _log.warning("worker_died", slot=self.slot, pid=self.pid)
             except DomainError as error:
                 _log.error("worker_not_started", slot=self.slot, error=str(error))
             finally:
                 self._end()
-            failures += 1
+            failures = 0 if self._replaced else failures + 1
+            self._replaced = False
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Waits until the worker is warm.
@@ -169,7 +184,14 @@ class Worker:
             self._replies.pop(command.command_id, None)
             if not self._replies:
                 self._busy_s += time.monotonic() - self._busy_since
-        if answer.WhichOneof("reply") == "failure":
+        told = answer.WhichOneof("reply")
+        if told in _TELLS_KEPT:
+            self.kept = frozenset(
+                Kept(item.master_key, item.moments_key, tuple(item.members))
+                for item in getattr(answer, told).kept
+            )
+        if told == "failure":
+            self.kept = frozenset()  # whatever it is: a wrong guess would refuse the next binding
             failure = answer.failure
             reason = find_reason(failure.reason) or ErrorReason.INTERNAL
             raise DomainError(reason, failure.message, dict(failure.metadata))
@@ -179,6 +201,11 @@ class Worker:
         """Ends the worker; the supervisor starts another one."""
         if self._child is not None:
             self._child.kill()
+
+    def replace(self) -> None:
+        """Ends the worker because a fresh one is wanted; the next one starts at once."""
+        self._replaced = True
+        self.kill()
 
     async def _become_warm(self, child: RankProcess) -> None:
         try:
@@ -208,7 +235,7 @@ class Worker:
         died = self._died()
         was_ready = self.ready
         self._ready.clear()
-        self.resident = None
+        self.kept = frozenset()
         if self._child is not None:
             self._child.kill()
         for future in self._replies.values():

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face causal LM whose parameters are allocated but not set."""
+"""Builds a Hugging Face causal LM whose parameters have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
 
 
 def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -> Any:  # noqa: ANN401
-    """Returns the model with unset parameters; buffers, such as rotary frequencies, are set.
+    """Returns the model with parameters on "meta" and tied; buffers are set and on the device.
 
     Raises:
         DomainError: MODEL_INVALID.
@@ -63,8 +63,9 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
         )
     model.tie_weights()
-    _allocate(model, device)
-    model.to(device)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     named = dict(model.named_parameters(remove_duplicate=False))
     extra = [name for name in model.state_dict() if name not in named]
     if extra:
@@ -87,16 +88,6 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Gives every parameter memory once; tied ones stay one (`to_empty` would untie them)."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
-            module.register_parameter(name, made[id(parameter)])
 
 
 def _invalid(model_path: Path, text: str) -> DomainError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.trainer.rank.segments import DTYPE_NAMES
+from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
 
 
 class FrozenWeights:
@@ -28,17 +28,14 @@ class FrozenWeights:
             for name, tensor in self._weights.items()
         ]
 
-    def state_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes held."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
 
-    def export(self, kind: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Copies the weights into a segment, converting the dtype.
-
-        Raises:
-            ValueError: Something else than weights is asked for.
-        """
-        if kind != "weights":
-            raise ValueError(f"a frozen policy has no {kind}")
+    def full_rows(
+        self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields the weights, converted, as bytes, with their places in a segment."""
         for name, tensor in self._weights.items():
-            buffers[name].copy_(tensor)
+            converted = tensor.to(DTYPES[buffers[name].dtype]).contiguous()
+            yield buffers[name].offset, converted.view(-1).view(torch.uint8)

@@ -10,6 +10,8 @@ store; members are named by global number.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -68,41 +70,63 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKey:
+    """A group: its members in order of rank, and the prefix that it was made under."""
+
+    members: tuple[int, ...]
+    prefix: str
+
+
 class Groups:
-    """The groups of one worker, by members; each is made once and used again under later terms.
+    """The groups of one worker; each is made once, used again under later terms, and destroyed.
 
     Args:
         position: This worker's global number.
         device: Its device.
         timeout_s: Longest wait in a collective; then the group is broken and the worker ends.
+        max_groups: Most groups kept; beyond, the one used longest ago is destroyed.
     """
 
-    def __init__(self, *, position: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, *, position: int, device: torch.device, timeout_s: float, max_groups: int
+    ) -> None:
         self._position = position
         self._device = device
         self._timeout_s = timeout_s
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._max_groups = max_groups
+        self._groups: OrderedDict[GroupKey, dist.ProcessGroup] = OrderedDict()
         self._stores: dict[tuple[str, int], TCPStore] = {}
 
-    def get(
-        self, *, members: tuple[int, ...], prefix: str, host: str, port: int
-    ) -> dist.ProcessGroup:
-        """Returns the group of `members` that was made under `prefix`, making it if need be."""
-        key = (members, prefix)
+    def get(self, key: GroupKey, *, host: str, port: int) -> dist.ProcessGroup:
+        """Returns a group, making it if need be: then it waits for all members."""
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = make_group(
-                name=f"{prefix or 'alone'}/{'-'.join(str(member) for member in members)}",
-                members=members,
+                name=f"{key.prefix or 'alone'}/{'-'.join(str(member) for member in key.members)}",
+                members=key.members,
                 position=self._position,
-                store=self._rendezvous(members, prefix, host=host, port=port),
+                store=self._rendezvous(key, host=host, port=port),
                 device=self._device,
                 timeout_s=self._timeout_s,
             )
+        self._groups.move_to_end(key)
         return group
 
-    def _rendezvous(self, members: tuple[int, ...], prefix: str, *, host: str, port: int) -> Store:
-        if len(members) == 1:
+    def beyond(self) -> list[GroupKey]:
+        """Returns the groups that are too many, used longest ago first."""
+        return list(self._groups)[: max(0, len(self._groups) - self._max_groups)]
+
+    def of(self, position: int) -> list[GroupKey]:
+        """Returns the groups that a worker is in."""
+        return [key for key in self._groups if position in key.members]
+
+    def destroy(self, key: GroupKey) -> None:
+        """Destroys a group; nothing may use it any more."""
+        dist.destroy_process_group(self._groups.pop(key))
+
+    def _rendezvous(self, key: GroupKey, *, host: str, port: int) -> Store:
+        if len(key.members) == 1:
             return HashStore()
         store = self._stores.get((host, port))
         if store is None:
@@ -113,4 +137,4 @@ class Groups:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=self._timeout_s),
             )
-        return PrefixStore(prefix, store)
+        return PrefixStore(key.prefix, store)

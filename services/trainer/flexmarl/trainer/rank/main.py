@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import queue
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +19,19 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.child_link import ChildLink
 from flexmarl.runtime.logging import get_logger
-from flexmarl.trainer.rank.groups import join_numbering
+from flexmarl.trainer.rank.failures import told_apart
+from flexmarl.trainer.rank.groups import Groups, join_numbering
+from flexmarl.trainer.rank.memory import DeviceMemory
+from flexmarl.trainer.rank.modules import Modules
+from flexmarl.trainer.rank.prefetch import Prefetcher
+from flexmarl.trainer.rank.reference import References
+from flexmarl.trainer.rank.state_files import StateFiles
+from flexmarl.trainer.rank.transfers import transfers_of
 from flexmarl.trainer.rank.warm import warm
 from flexmarl.trainer.rank.worker import RankWorker
+
+Execute = Callable[[rank_pb2.RankCommand, rank_pb2.RankReply], None]
+"""Carries a command out and fills the reply."""
 
 _log = get_logger(__name__)
 
@@ -26,7 +40,8 @@ def run_rank(args: dict[str, Any]) -> int:
     """Runs a rank worker: warms up, says so, then answers commands until the service is gone.
 
     Args:
-        args: position, device, interface, threads, timeout_s, max_resident_bytes.
+        args: position, device, interface, threads, timeout_s, arena_bytes, max_arena_bytes,
+            max_modules, max_reference_bytes, verify, warm.
     """
     link = ChildLink.from_environment()
     started = time.perf_counter()
@@ -35,20 +50,23 @@ def run_rank(args: dict[str, Any]) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     join_numbering(args["position"], interface=args["interface"])
-    warm(position=args["position"], device=device, timeout_s=args["timeout_s"])
-    worker = RankWorker(
-        position=args["position"],
-        device=device,
-        timeout_s=args["timeout_s"],
-        max_resident_bytes=args["max_resident_bytes"],
+    memory = DeviceMemory(
+        size_bytes=args["arena_bytes"], max_bytes=args["max_arena_bytes"], device=device
     )
+    if args["warm"]:
+        warm(position=args["position"], device=device, memory=memory, timeout_s=args["timeout_s"])
+    worker, prefetcher = _make_worker(args, memory, device)
     gc.collect()
     gc.freeze()  # imported modules are never garbage: later collections skip them
     ready = rank_pb2.RankReady(seconds=time.perf_counter() - started)
     link.send(rank_pb2.RankReply(ready=ready).SerializeToString())
+    commands: queue.SimpleQueue[rank_pb2.RankCommand | None] = queue.SimpleQueue()
+    threading.Thread(
+        target=_receive, args=(link, commands, prefetcher), name="commands", daemon=True
+    ).start()
     # Waits for the service's next command; its end, however it comes, ends this process.
-    while (frame := link.recv()) is not None:
-        link.send(_answer(worker, frame).SerializeToString())
+    while (command := commands.get()) is not None:
+        link.send(_answer(partial(_execute, worker), command).SerializeToString())
     return 0
 
 
@@ -81,26 +99,66 @@ def run_rendezvous(args: dict[str, Any]) -> int:
     return 0
 
 
-def _answer(worker: RankWorker, frame: bytes) -> rank_pb2.RankReply:
-    command = rank_pb2.RankCommand.FromString(frame)
+def _make_worker(
+    args: dict[str, Any], memory: DeviceMemory, device: torch.device
+) -> tuple[RankWorker, Prefetcher]:
+    groups = Groups(
+        position=args["position"],
+        device=device,
+        timeout_s=args["timeout_s"],
+        max_groups=args["max_modules"],
+    )
+    verify = args["verify"]
+    prefetcher = Prefetcher(memory, StateFiles(transfers_of(device), verify=verify))
+    worker = RankWorker(
+        modules=Modules(groups, max_modules=args["max_modules"], device=device),
+        memory=memory,
+        files=StateFiles(transfers_of(device), verify=verify),
+        prefetcher=prefetcher,
+        references=References(max_bytes=args["max_reference_bytes"]),
+        device=device,
+    )
+    return worker, prefetcher
+
+
+def _receive(
+    link: ChildLink,
+    commands: queue.SimpleQueue[rank_pb2.RankCommand | None],
+    prefetcher: Prefetcher,
+) -> None:
+    """Hands commands to the computing thread, which the service bounds; prefetches run here."""
+    while (frame := link.recv()) is not None:
+        command = rank_pb2.RankCommand.FromString(frame)
+        if command.WhichOneof("command") != "prefetch":
+            commands.put(command)
+            continue
+        link.send(_answer(partial(_prefetch, prefetcher), command).SerializeToString())
+    commands.put(None)
+
+
+def _answer(execute: Execute, command: rank_pb2.RankCommand) -> rank_pb2.RankReply:
     reply = rank_pb2.RankReply(command_id=command.command_id)
     try:
-        _execute(worker, command, reply)
-    except DomainError as error:
-        reply.failure.CopyFrom(
-            common_pb2.Failure(
-                reason=error.reason, message=error.message, metadata=dict(error.metadata)
-            )
-        )
-    except Exception:  # noqa: BLE001 - the edge of the process: the service decides what it means
+        execute(command, reply)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: the service decides
         kind = command.WhichOneof("command")
-        _log.exception("rank_command_failed", command=kind)
+        known = told_apart(error)
+        if known is not error:
+            _log.exception("rank_command_failed", command=kind)
+        if known is None:
+            known = DomainError(ErrorReason.INTERNAL, f"{kind} failed in a rank; see its log")
         reply.failure.CopyFrom(
             common_pb2.Failure(
-                reason=ErrorReason.INTERNAL, message=f"{kind} failed in a rank; see its log"
+                reason=known.reason, message=known.message, metadata=dict(known.metadata)
             )
         )
     return reply
+
+
+def _prefetch(
+    prefetcher: Prefetcher, command: rank_pb2.RankCommand, reply: rank_pb2.RankReply
+) -> None:
+    reply.prefetched.CopyFrom(prefetcher.load(command.prefetch))
 
 
 def _execute(worker: RankWorker, command: rank_pb2.RankCommand, reply: rank_pb2.RankReply) -> None:
@@ -114,7 +172,9 @@ def _execute(worker: RankWorker, command: rank_pb2.RankCommand, reply: rank_pb2.
         case "export":
             reply.written.CopyFrom(worker.export(command.export))
         case "unbind":
-            worker.unbind()
-            reply.unbound.SetInParent()
+            reply.unbound.CopyFrom(worker.unbind())
+        case "forget":
+            worker.forget(command.forget)
+            reply.forgotten.SetInParent()
         case kind:
             raise ValueError(f"unknown command {kind}")

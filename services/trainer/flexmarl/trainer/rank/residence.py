@@ -1,88 +1,89 @@
-"""Modules that a worker keeps between bindings, and which state they hold."""
+"""Modules that a worker keeps between bindings, without memory of their own."""
 
 from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.trainer.rank.groups import GroupKey
+from flexmarl.trainer.rank.memory import Room
 from flexmarl.trainer.rank.model import ScoringModel
 from flexmarl.trainer.rank.shards import ShardedState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateKeys:
-    """Names of immutable segments; equal names prove equal content."""
-
-    master: str
-    moments: str
+from flexmarl.trainer.state_layout import Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleKey:
     """What a module depends on: architecture and sharding, not the policy.
 
-    Policies of one architecture that take turns on a slot share a module and its memory; their
-    state is loaded into it at each turn.
+    Policies of one architecture that take turns on a slot share a module; it is pointed at the
+    memory of the one that is bound.
     """
 
     architecture: str
     compute_dtype: str
     checkpointing: bool
-    members: tuple[int, ...]
-    group_prefix: str
+    group: GroupKey
 
 
 @dataclass(slots=True, kw_only=True)
 class Resident:
-    """A module with its group, and the saved state that its weights and moments equal.
+    """A module with its group, and the place that it points at.
 
-    `keys` is None from before the first change until the changed state has a name again, so it
-    never names content that differs from what is held.
+    Attributes:
+        model: Sharded module.
+        group: Its process group.
+        parameters: Full parameters.
+        block: What this rank has of them.
     """
 
     model: ScoringModel
-    state: ShardedState
     group: dist.ProcessGroup
-    keys: StateKeys | None = None
+    parameters: Sequence[meg_store_pb2.NamedBuffer]
+    block: Block
+    _placed: tuple[int, ShardedState] | None = field(default=None, init=False)
+
+    def at(self, room: Room) -> ShardedState:
+        """Points the module at a region; at once when it points there already."""
+        address = room.memory.data_ptr()
+        if self._placed is None or self._placed[0] != address:
+            state = ShardedState(self.model, block=self.block, memory=room.memory, prefix="lm.")
+            self._placed = (address, state)
+        return self._placed[1]
 
 
 class Residents:
-    """Keeps the modules used last, within a bound of bytes.
+    """Keeps the modules used last.
 
     Args:
-        max_bytes: Most bytes of weights and moments held; the one in use stays whatever its size.
+        max_modules: Most modules kept; the one in use stays.
     """
 
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, *, max_modules: int) -> None:
+        self._max_modules = max_modules
         self._held: OrderedDict[ModuleKey, Resident] = OrderedDict()
 
     def get(self, key: ModuleKey, build: Callable[[], Resident]) -> Resident:
-        """Returns the module of `key`, building it, and frees others beyond the bound."""
+        """Returns the module of `key`, building it, and drops others beyond the bound."""
         resident = self._held.get(key)
         if resident is None:
-            # Room first: the old and the new one together may not fit the device.
-            self._shrink(keep=0, limit=0 if self._over_half() else self._max_bytes)
             resident = self._held[key] = build()
         self._held.move_to_end(key)
-        self._shrink(keep=1, limit=self._max_bytes)
+        beyond = list(self._held)[: max(0, len(self._held) - max(1, self._max_modules))]
+        self._drop(beyond)
         return resident
 
-    def held_bytes(self) -> int:
-        """Bytes of all held state."""
-        return sum(resident.state.state_bytes() for resident in self._held.values())
+    def drop(self, needless: Callable[[ModuleKey, Resident], bool]) -> None:
+        """Drops the modules that this says so of."""
+        self._drop([key for key, resident in self._held.items() if needless(key, resident)])
 
-    def _over_half(self) -> bool:
-        return self.held_bytes() * 2 > self._max_bytes
-
-    def _shrink(self, *, keep: int, limit: int) -> None:
-        freed = False
-        while len(self._held) > keep and self.held_bytes() > limit:
-            self._held.popitem(last=False)
-            freed = True
-        if freed:
+    def _drop(self, keys: Sequence[ModuleKey]) -> None:
+        for key in keys:
+            del self._held[key]
+        if keys:
             gc.collect()  # FSDP's hooks hold cycles

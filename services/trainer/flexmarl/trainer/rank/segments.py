@@ -1,71 +1,97 @@
-"""Files of the node's store, mapped as tensors."""
+"""Files of the node's store, read and written at positions.
+
+Nothing is mapped: a fresh mapping costs a fault per page, and writing to a mapped file of a full
+tmpfs is a signal that ends the process, where a write is an error that can be answered.
+"""
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
 
 DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
-    "I64": torch.int64,
-    "U8": torch.uint8,
 }
 """Element types by safetensors' spelling."""
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 """Inverse of `DTYPES`."""
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SegmentFile:
+    """An open segment file; a piece of it and a flat host tensor of bytes are copied at once."""
+
+    def __init__(self, descriptor: int, segment: rank_pb2.MappedSegment) -> None:
+        self._descriptor = descriptor
+        self._segment = segment
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Fills `target` (uint8, contiguous, on the host) from the file.
+
+        Raises:
+            DomainError: CHECKSUM_MISMATCH when the file ends before.
+        """
+        view = target.numpy().data
+        while view.nbytes:
+            count = os.preadv(self._descriptor, [view], offset)
+            if not count:
+                raise DomainError(
+                    ErrorReason.CHECKSUM_MISMATCH,
+                    f"segment {self._segment.key} ends before byte {offset + view.nbytes}",
+                    {"segment": self._segment.key},
+                )
+            view, offset = view[count:], offset + count
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Writes `source` (uint8, contiguous, on the host) to the file.
+
+        Raises:
+            DomainError: DISK_FULL when there is no room for it on the tier.
+        """
+        view = source.numpy().data
+        while view.nbytes:
+            try:
+                count = os.pwritev(self._descriptor, [view], offset)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise DomainError(
+                    ErrorReason.DISK_FULL,
+                    f"no room to write {self._segment.kind} into segment {self._segment.key}",
+                    {"segment": self._segment.key},
+                ) from error
+            view, offset = view[count:], offset + count
+
 
 @contextmanager
-def mapped(segment: rank_pb2.MappedSegment, *, write: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Maps a segment for the block; yields its buffers by name, views of the file.
-
-    The file's size was set when it was allocated; a buffer outside of it is refused.
+def opened(segment: rank_pb2.MappedSegment, *, write: bool) -> Iterator[SegmentFile]:
+    """Opens a segment's file for the block.
 
     Raises:
-        ValueError: A buffer does not fit the file or its own shape.
+        DomainError: SEGMENT_NOT_FOUND when the file is gone.
     """
-    flags = os.O_RDWR if write else os.O_RDONLY
-    descriptor = os.open(segment.path, flags | os.O_CLOEXEC)
     try:
-        size = os.fstat(descriptor).st_size
-        prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        # A private mapping is writable in torch's eyes and still never reaches the file.
-        memory = (
-            mmap.mmap(descriptor, size, prot=prot)
-            if write
-            else mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=prot | mmap.PROT_WRITE)
-        )
+        descriptor = os.open(segment.path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DomainError(
+            ErrorReason.SEGMENT_NOT_FOUND,
+            f"the file of segment {segment.key} is gone",
+            {"segment": segment.key},
+        ) from error
+    try:
+        yield SegmentFile(descriptor, segment)
     finally:
         os.close(descriptor)
-    # The tensors keep the mapping alive; it is unmapped with the last of them.
-    yield {buffer.name: _view(memory, buffer, size) for buffer in segment.buffers}
-
-
-def _view(memory: mmap.mmap, buffer: meg_store_pb2.NamedBuffer, size: int) -> torch.Tensor:
-    dtype = DTYPES[buffer.dtype]
-    count = _count(buffer.shape)
-    if count * dtype.itemsize != buffer.size_bytes or buffer.offset + buffer.size_bytes > size:
-        raise ValueError(f"buffer {buffer.name} does not fit its segment")
-    if not count:
-        return torch.empty(tuple(buffer.shape), dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=buffer.offset)
-    return flat.view(tuple(buffer.shape))
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

@@ -1,88 +1,124 @@
 """This rank's share of a policy's training state: weights, moments, gradient sum.
 
-FSDP2 cuts every parameter along its first dimension into equal runs, so a rank's share is one
-contiguous range of the full tensor. Segments hold full tensors and every rank copies its own range:
-nothing is gathered, and state written by two ranks loads on one, and back, bit for bit.
+All of it lies in one region of the worker's memory, one block per value that a parameter has:
+
+    [ weights | first moment | second moment | gradient sum ]
+
+A block is laid out as the rank's part of a segment (`flexmarl.trainer.state_layout`), so each kind
+of state moves in one copy, and state that another number of ranks wrote loads bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.trainer.rank.segments import DTYPE_NAMES
+from flexmarl.trainer.rank.placement import Place, place
+from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
+from flexmarl.trainer.state_layout import MOMENTS, Block, Piece
 
-EXP_AVG = "exp_avg."
-EXP_AVG_SQ = "exp_avg_sq."
+KINDS: Final = ("master", "moments", "gradients")
+"""Kinds of state that lie in the region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One parameter: its name in the library's state dict and this rank's range of it.
+    """One parameter: the piece of it that this rank has, in place.
 
     Attributes:
-        name: Name.
-        shape: Shape of the full tensor.
+        piece: Name, full shape, rows.
         parameter: The parameter that FSDP manages.
-        local: This rank's rows of it, [length, ...].
-        start: First row.
+        local: This rank's rows of it, [rows, ...].
     """
 
-    name: str
-    shape: tuple[int, ...]
+    piece: Piece
     parameter: nn.Parameter
     local: torch.Tensor
-    start: int
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+        return self.piece.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        return self.piece.shape
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of a full tensor, as a view."""
-        return full[self.start : self.start + self.local.shape[0]]
+        return full[self.piece.start : self.piece.start + self.piece.rows]
+
+
+def describe(module: nn.Module, *, prefix: str) -> list[meg_store_pb2.NamedBuffer]:
+    """Returns a sharded module's parameters as full tensors, without offsets, tied ones once."""
+    return [
+        meg_store_pb2.NamedBuffer(
+            name=name.removeprefix(prefix),
+            dtype=DTYPE_NAMES[parameter.dtype],
+            shape=parameter.shape,
+            size_bytes=parameter.numel() * parameter.element_size(),
+        )
+        for name, parameter in module.named_parameters()
+    ]
+
+
+def state_bytes(block: Block) -> int:
+    """Returns the size of the region that a rank's state needs."""
+    return block.padded_bytes + (len(MOMENTS) + 1) * block.size_bytes
 
 
 class ShardedState:
     """Weights, moments and gradient sum of the policy that is bound now.
 
-    The sum is None while nothing is in it: the first gradient becomes the sum without a copy.
+    The sum is None while nothing is in it.
 
     Args:
-        module: Sharded module whose parameters are named as in the state dict below `prefix`.
-        rank: Rank in the module's group.
-        world_size: Size of the group.
+        module: Sharded module whose parameters are named as in the state dict below `prefix`; its
+            parameters are moved into the region.
+        block: What this rank has of them.
+        memory: The region, `state_bytes` long.
         prefix: Prefix of parameter names to take off.
     """
 
-    def __init__(self, module: nn.Module, *, rank: int, world_size: int, prefix: str) -> None:
+    def __init__(
+        self, module: nn.Module, *, block: Block, memory: torch.Tensor, prefix: str
+    ) -> None:
+        self._memory = memory
+        self._block = block
+        parameters = place(
+            module,
+            {
+                prefix + piece.name: Place(
+                    _view(memory, piece.offset, piece, piece.padded_rows).view(-1), piece.rows
+                )
+                for piece in block.pieces
+            },
+        )
+        locals_ = self._views("master", 0)
         self.shards = [
-            _shard(name.removeprefix(prefix), parameter, rank=rank, world_size=world_size)
-            for name, parameter in module.named_parameters()
+            Shard(piece=piece, parameter=parameters[prefix + piece.name], local=local)
+            for piece, local in zip(block.pieces, locals_, strict=True)
         ]
-        self.exp_avg = [torch.zeros_like(shard.local) for shard in self.shards]
-        self.exp_avg_sq = [torch.zeros_like(shard.local) for shard in self.shards]
+        self.exp_avg = self._views("moments", 0)
+        self.exp_avg_sq = self._views("moments", 1)
         self.total: list[torch.Tensor] | None = None
-        self.leader = rank == 0
 
-    def describe(self) -> list[meg_store_pb2.NamedBuffer]:
-        """Full parameters in the master dtype, without offsets."""
-        return [
-            meg_store_pb2.NamedBuffer(
-                name=shard.name,
-                dtype=DTYPE_NAMES[shard.local.dtype],
-                shape=shard.shape,
-                size_bytes=shard.parameter.numel() * shard.local.element_size(),
-            )
-            for shard in self.shards
-        ]
-
-    def state_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of weights, moments and sum on this rank."""
-        held = [shard.local for shard in self.shards]
-        held += [*self.exp_avg, *self.exp_avg_sq, *(self.total or [])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return state_bytes(self._block)
+
+    def flat(self, kind: str) -> torch.Tensor:
+        """Returns one kind of state as the bytes that a segment holds of it."""
+        start, count = self._span(kind)
+        return self._memory[start : start + count * self._block.size_bytes]
 
     def set_initial(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes full weights; moments become zero.
@@ -98,28 +134,27 @@ class ShardedState:
             shard.local.copy_(shard.cut(full))
         if by_name:
             raise ValueError(f"weights lack {min(by_name)}")
-        for moment in (*self.exp_avg, *self.exp_avg_sq):
-            moment.zero_()
+        self.flat("moments").zero_()
 
-    def load(self, kind: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Copies this rank's ranges out of a segment of full tensors.
+    def set_sum(self) -> None:
+        """Says that the memory of the sum holds one."""
+        self.total = self._views("gradients", 0)
 
-        Raises:
-            KeyError: A buffer is missing.
-            ValueError: A buffer has another shape.
+    def full_rows(
+        self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields this rank's rows of the weights, converted, with their places in a segment.
+
+        Args:
+            buffers: Full tensors by name, of any dtype.
         """
-        if kind == "gradients":
-            self.total = [torch.empty_like(shard.local) for shard in self.shards]
-        for shard, name, local in self._pieces(kind):
-            full = buffers[name]
-            if tuple(full.shape) != shard.shape:
-                raise ValueError(f"buffer {name} {tuple(full.shape)} does not fit the model")
-            local.copy_(shard.cut(full))
-
-    def export(self, kind: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Copies this rank's ranges into a segment of full tensors, converting the dtype."""
-        for shard, name, local in self._pieces(kind):
-            shard.cut(buffers[name]).copy_(local)
+        for shard in self.shards:
+            buffer = buffers[shard.name]
+            dtype = DTYPES[buffer.dtype]
+            row_bytes = prod(shard.shape[1:]) * dtype.itemsize
+            rows = shard.local.to(dtype).contiguous().view(-1).view(torch.uint8)
+            if rows.numel():
+                yield buffer.offset + shard.piece.start * row_bytes, rows
 
     def gradients(self) -> list[torch.Tensor]:
         """Takes this rank's gradients off the parameters; unused parameters give zeros."""
@@ -138,38 +173,35 @@ class ShardedState:
         for shard in self.shards:
             shard.parameter.grad = None
 
-    def add(self, gradients: list[torch.Tensor]) -> None:
+    def add(self, gradients: Sequence[torch.Tensor]) -> None:
         """Adds a whole micro-batch's gradient to the sum."""
-        if self.total is None:
-            self.total = gradients
-        else:
-            torch._foreach_add_(self.total, gradients)
+        if self.total is not None:
+            torch._foreach_add_(self.total, list(gradients))
+            return
+        self.total = self._views("gradients", 0)
+        torch._foreach_copy_(self.total, list(gradients))
 
-    def _pieces(self, kind: str) -> Iterator[tuple[Shard, str, torch.Tensor]]:
-        for index, shard in enumerate(self.shards):
-            match kind:
-                case "master" | "weights":
-                    yield shard, shard.name, shard.local
-                case "moments":
-                    yield shard, EXP_AVG + shard.name, self.exp_avg[index]
-                    yield shard, EXP_AVG_SQ + shard.name, self.exp_avg_sq[index]
-                case "gradients":
-                    assert self.total is not None, "an empty sum has nothing to copy"
-                    yield shard, shard.name, self.total[index]
-                case _:
-                    raise ValueError(f"unknown kind of state {kind!r}")
+    def _span(self, kind: str) -> tuple[int, int]:
+        """First byte of a kind of state, and how many blocks it has."""
+        padded, size = self._block.padded_bytes, self._block.size_bytes
+        match kind:
+            case "master":
+                return 0, 1
+            case "moments":
+                return padded, len(MOMENTS)
+            case "gradients":
+                return padded + len(MOMENTS) * size, 1
+            case _:
+                raise ValueError(f"unknown kind of state {kind!r}")
+
+    def _views(self, kind: str, number: int) -> list[torch.Tensor]:
+        start = self._span(kind)[0] + number * self._block.size_bytes
+        return [
+            _view(self._memory, start + piece.offset, piece, piece.rows)
+            for piece in self._block.pieces
+        ]
 
 
-def _shard(name: str, parameter: nn.Parameter, *, rank: int, world_size: int) -> Shard:
-    shape = tuple(parameter.shape)
-    local = parameter.data
-    if isinstance(local, DTensor):
-        local = local.to_local()
-    run = -(-shape[0] // world_size)  # torch.chunk: equal runs, the last ones shorter or empty
-    return Shard(
-        name=name,
-        shape=shape,
-        parameter=parameter,
-        local=local,
-        start=min(rank * run, shape[0]),
-    )
+def _view(memory: torch.Tensor, offset: int, piece: Piece, rows: int) -> torch.Tensor:
+    flat = memory[offset : offset + rows * piece.row_bytes].view(DTYPES[piece.dtype])
+    return flat.view(rows, *piece.shape[1:])

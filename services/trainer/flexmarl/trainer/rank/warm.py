@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from flexmarl.runtime.algorithm_config import LossConfig, OptimizerConfig
@@ -10,12 +11,14 @@ from flexmarl.trainer.rank.attention import PACKED, PackedRows, register
 from flexmarl.trainer.rank.groups import make_group, mesh_of
 from flexmarl.trainer.rank.losses.ppo_clip import ppo_clip
 from flexmarl.trainer.rank.losses.total import Coefficients, LossInputs, total_loss
+from flexmarl.trainer.rank.memory import DeviceMemory
 from flexmarl.trainer.rank.model import PassInputs, shard
 from flexmarl.trainer.rank.optimizer import step
-from flexmarl.trainer.rank.shards import ShardedState
+from flexmarl.trainer.rank.shards import ShardedState, describe, state_bytes
+from flexmarl.trainer.state_layout import block_of
 
 
-def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
+def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s: float) -> None:
     """Runs two gradient passes and a step of a toy model in a group of one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +42,12 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
     config._attn_implementation = PACKED
     lm = torch.nn.Module.to(LlamaForCausalLM(config), device)
     model = shard(lm, compute_dtype="float32", mesh=mesh_of(group, device))
-    state = ShardedState(model, rank=0, world_size=1, prefix="lm.")
+    block = block_of(describe(model, prefix="lm."), rank=0, world_size=1)
+    room = memory.take(state_bytes(block))
+    assert room is not None, "nothing else is in use"
+    state = ShardedState(model, block=block, memory=room.memory, prefix="lm.")
+    state.flat("master").zero_()
+    state.flat("moments").zero_()
     index = torch.arange(3, device=device)
     values = torch.ones(3, device=device)
     for _ in range(2):
@@ -78,3 +86,5 @@ def warm(*, position: int, device: torch.device, timeout_s: float) -> None:
         group=group,
         device=device,
     )
+    memory.leave(room, None)
+    dist.destroy_process_group(group)

@@ -5,113 +5,140 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.segments import hash_file
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
-from flexmarl.trainer.rank.construct import architecture_of
+from flexmarl.trainer.rank.failures import agree, told_apart
 from flexmarl.trainer.rank.frozen import FrozenWeights
 from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
-from flexmarl.trainer.rank.groups import Groups, mesh_of
 from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.losses.choose import choose
-from flexmarl.trainer.rank.model import build_sharded
+from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
+from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
+from flexmarl.trainer.rank.prefetch import Prefetcher, kept_states
 from flexmarl.trainer.rank.reference import Reference, References
-from flexmarl.trainer.rank.residence import (
-    ModuleKey,
-    Resident,
-    Residents,
-    StateKeys,
-)
-from flexmarl.trainer.rank.segments import mapped
-from flexmarl.trainer.rank.shards import ShardedState
+from flexmarl.trainer.rank.residence import Resident
+from flexmarl.trainer.rank.shards import ShardedState, state_bytes
+from flexmarl.trainer.rank.state_files import StateFiles
 
 
 @dataclass(slots=True, kw_only=True)
-class _Bound:
-    """The policy that is bound; `resident` and `learner` are None for a frozen one."""
+class Trained:
+    """A policy that is bound to be trained.
 
+    `key` names the saved state that weights and moments equal. It is None from before the first
+    change until the changed state has a name again, so it never names other content.
+    """
+
+    command: rank_pb2.RankBind
     config: PolicyConfig
-    state: ShardedState | FrozenWeights
-    resident: Resident | None
-    learner: Learner | None
     rank: int
+    members: tuple[int, ...]
+    resident: Resident
+    room: Room
+    state: ShardedState
+    key: StateKey | None = None
+    learner: Learner | None = None
 
 
 class RankWorker:
     """Executes commands, strictly one after the other.
 
     Args:
-        position: Number of this worker in its trainer.
-        device: Its device.
-        timeout_s: Longest wait in a collective.
-        max_resident_bytes: Bound of state kept between bindings.
+        modules: Modules and groups.
+        memory: Where state lies.
+        files: State to and from segments.
+        prefetcher: Loads beside; where it is at work, a binding waits for it.
+        references: First weights that divergences are measured from.
+        device: The device.
     """
 
     def __init__(
-        self, *, position: int, device: torch.device, timeout_s: float, max_resident_bytes: int
+        self,
+        *,
+        modules: Modules,
+        memory: DeviceMemory,
+        files: StateFiles,
+        prefetcher: Prefetcher,
+        references: References,
+        device: torch.device,
     ) -> None:
+        self._modules = modules
+        self._memory = memory
+        self._prefetcher = prefetcher
+        self._references = references
+        self._files = files
         self._device = device
-        self._groups = Groups(position=position, device=device, timeout_s=timeout_s)
-        self._residents = Residents(max_bytes=max_resident_bytes)
-        self._references = References(max_bytes=max_resident_bytes)
-        self._bound: _Bound | None = None
+        self._trained: Trained | None = None
+        self._frozen: FrozenWeights | None = None
 
     def bind(self, command: rank_pb2.RankBind) -> rank_pb2.RankBound:
         """Binds a policy; nothing stays bound when it fails.
 
         Raises:
-            DomainError: MODEL_INVALID, WORKFLOW_IMPORT_FAILED.
+            DomainError: MODEL_INVALID, WORKFLOW_IMPORT_FAILED; OUT_OF_MEMORY when its state does
+                not fit; what loading it raises.
         """
         self.unbind()
-        seconds: dict[str, float] = defaultdict(float)
         config = PolicyConfig.model_validate_json(command.policy_json)
-        model_path = Path(command.model_path)
         if config.kind == "frozen":
-            frozen = FrozenWeights(_first_weights(command, config, seed=command.initial.seed))
-            bound = _Bound(
-                config=config, state=frozen, resident=None, learner=None, rank=command.rank
+            self._frozen = FrozenWeights(_first_weights(command, config, seed=command.initial.seed))
+            return rank_pb2.RankBound(
+                parameters=self._frozen.describe(), state_bytes=self._frozen.size_bytes()
             )
-        else:
-            started = time.perf_counter()
-            resident = self._resident(command, config, model_path)
-            seconds["group"] = (now := time.perf_counter()) - started
-            self._fill(resident, command, config)
-            part = "init" if command.WhichOneof("source") == "initial" else "load"
-            seconds[part] = time.perf_counter() - now
-            bound = _Bound(
-                config=config,
-                state=resident.state,
-                resident=resident,
-                learner=self._learner(resident, command, config),
-                rank=command.rank,
-            )
-        self._bound = bound
+        seconds: dict[str, float] = {}
+        started = time.perf_counter()
+        resident = self._modules.get(command, config)
+        seconds["group"] = (now := time.perf_counter()) - started
+        with self._prefetcher.loading:
+            self._trained = self._place(resident, command, config)
+        try:
+            self._fill(self._trained, command)
+            self._trained.learner = self._learner(self._trained)
+        except BaseException:
+            self._trained.key = None
+            self.unbind()
+            raise
+        part = "init" if command.WhichOneof("source") == "initial" else "load"
+        seconds[part] = time.perf_counter() - now
         return rank_pb2.RankBound(
-            parameters=bound.state.describe(),
-            state_bytes=bound.state.state_bytes(),
+            parameters=resident.parameters,
+            state_bytes=self._trained.state.size_bytes(),
             seconds=seconds,
+            kept=kept_states(self._memory),
         )
 
     def add(self, command: rank_pb2.RankGradients) -> rank_pb2.RankAdded:
         """Adds the gradient of a micro-batch.
 
         Raises:
-            DomainError: INVALID_ARGUMENT for tokens outside of the vocabulary; LOSS_RAISED.
+            DomainError: INVALID_ARGUMENT for tokens outside of the vocabulary; LOSS_RAISED;
+                OUT_OF_MEMORY.
         """
-        bound, resident = self._trained()
+        bound = self._require_trained()
         assert bound.learner is not None, "a trained policy learns"
         rows = Rows.parse(command)
-        self._check_tokens(rows, resident, command.micro_batch_id)
-        stats = add_micro_batch(rows, bound.learner, num_updates=command.num_updates)
+        self._check_tokens(rows, bound.resident, command.micro_batch_id)
+        try:
+            stats = add_micro_batch(
+                rows,
+                _with_budget(bound.learner, command.max_tokens_per_pass),
+                num_updates=command.num_updates,
+            )
+        except Exception as error:
+            known = told_apart(error)
+            if known is None or known is error:
+                raise
+            self._rebuild(bound)
+            raise known from error
         return rank_pb2.RankAdded(
             finite=stats.finite,
             num_tokens=stats.num_tokens,
@@ -122,145 +149,179 @@ class RankWorker:
 
     def apply(self, command: rank_pb2.RankApply) -> rank_pb2.RankWritten:
         """Steps the optimizer, unless nothing was accumulated, and writes the state."""
-        bound, resident = self._trained()
-        seconds: dict[str, float] = defaultdict(float)
+        bound = self._require_trained()
         metrics = {"skipped": 1.0}
         started = time.perf_counter()
-        if command.denominator > 0 and resident.state.total is not None:
-            resident.keys = None
+        if command.denominator > 0 and bound.state.total is not None:
+            bound.key = None
             metrics = step(
-                resident.state,
+                bound.state,
                 config=bound.config.optimizer,
                 denominator=command.denominator,
                 num_updates=command.num_updates,
-                group=resident.group,
+                group=bound.resident.group,
                 device=self._device,
             )
-        resident.state.total = None
+        bound.state.total = None
+        seconds: dict[str, float] = defaultdict(float)
         seconds["step"] = time.perf_counter() - started
         written = self._export(bound, command.targets, seconds)
         return rank_pb2.RankWritten(weights_hash=written, metrics=metrics, seconds=seconds)
 
     def export(self, command: rank_pb2.RankExport) -> rank_pb2.RankWritten:
         """Writes state into segments."""
-        assert self._bound is not None, "export without a binding"
         seconds: dict[str, float] = defaultdict(float)
-        written = self._export(self._bound, command.targets, seconds)
+        if self._frozen is not None:
+            (target,) = command.targets
+            self._files.store_weights(target, self._frozen)
+            written = _hash(target, seconds)
+        else:
+            written = self._export(self._require_trained(), command.targets, seconds)
         return rank_pb2.RankWritten(weights_hash=written, seconds=seconds)
 
-    def unbind(self) -> None:
-        """Drops the sum; the module stays resident within the bound."""
-        bound, self._bound = self._bound, None
-        if bound is not None and bound.resident is not None:
-            bound.resident.state.total = None
-
-    def _trained(self) -> tuple[_Bound, Resident]:
-        assert self._bound is not None, "work without a binding"
-        assert self._bound.resident is not None, "gradients of a frozen policy"
-        return self._bound, self._bound.resident
-
-    def _resident(
-        self, command: rank_pb2.RankBind, config: PolicyConfig, model_path: Path
-    ) -> Resident:
-        members = tuple(command.members)
-        group = self._groups.get(
-            members=members,
-            prefix=command.group_prefix,
-            host=command.store_host,
-            port=command.store_port,
+    def unbind(self) -> rank_pb2.RankUnbound:
+        """Drops the sum and leaves the memory: afterwards nothing of it is in use."""
+        self._frozen = None
+        bound, self._trained = self._trained, None
+        if bound is not None:
+            bound.state.total = None
+            bound.state.drop_gradients()
+            self._memory.leave(bound.room, bound.key)
+        return rank_pb2.RankUnbound(
+            kept=kept_states(self._memory), used_bytes=self._memory.used_bytes
         )
 
-        def build() -> Resident:
-            model = build_sharded(
-                model_path,
-                compute_dtype=config.trainer.compute_dtype,
-                checkpointing=config.trainer.gradient_checkpointing,
-                mesh=mesh_of(group, self._device),
-                device=self._device,
-            )
-            state = ShardedState(model, rank=command.rank, world_size=len(members), prefix="lm.")
-            return Resident(model=model, state=state, group=group)
+    def forget(self, command: rank_pb2.RankForget) -> None:
+        """Destroys the groups that a worker was in that is gone, and their modules."""
+        if self._trained is not None and command.position in self._trained.members:
+            self.unbind()
+        self._modules.forget(command.position)
 
-        key = ModuleKey(
-            architecture=architecture_of(model_path),
-            compute_dtype=config.trainer.compute_dtype,
-            checkpointing=config.trainer.gradient_checkpointing,
-            members=members,
-            group_prefix=command.group_prefix,
-        )
-        return self._residents.get(key, build)
+    def _rebuild(self, bound: Trained) -> None:
+        """Replaces a module that broke off in the middle of a pass: its hooks are in disorder."""
+        total = bound.state.total
+        bound.state.drop_gradients()
+        self._modules.drop(bound.resident)
+        bound.resident = self._modules.get(bound.command, bound.config)
+        bound.state = bound.resident.at(bound.room)
+        if total is not None:
+            bound.state.set_sum()
+        bound.learner = self._learner(bound)
 
-    def _learner(
-        self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
-    ) -> Learner:
+    def _learner(self, bound: Trained) -> Learner:
+        command, config, resident = bound.command, bound.config, bound.resident
         reference = None
         if config.loss.kl is not None:
             seed = command.reference.seed
-            key = (resident.state, command.model_path, config.model.init, seed)
+            key = (
+                command.model_path,
+                config.model.init,
+                config.trainer.compute_dtype,
+                seed,
+                bound.rank,
+                len(bound.members),
+            )
             reference = self._references.get(
-                key,
-                lambda: Reference(resident.state, _first_weights(command, config, seed=seed)),
+                key, lambda: Reference(bound.state, _first_weights(command, config, seed=seed))
             )
         return Learner(
             config=config,
             model=resident.model,
-            state=resident.state,
+            state=bound.state,
             policy_loss=choose(config.loss.kind, package=Path(command.package_path)),
             reference=reference,
             group=resident.group,
             device=self._device,
         )
 
-    def _fill(self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig) -> None:
+    def _require_trained(self) -> Trained:
+        assert self._trained is not None, "work without a trained policy"
+        return self._trained
+
+    def _place(
+        self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
+    ) -> Trained:
+        members = tuple(command.members)
+        key = None
+        room = None
+        if command.WhichOneof("source") == "saved":
+            saved = command.saved
+            key = StateKey(master=saved.master_key, moments=saved.moments_key, members=members)
+            room = self._memory.find(key)
+        if room is None:
+            key = None
+            generation = self._memory.generation
+            room = self._memory.take(state_bytes(resident.block))
+            if self._memory.generation != generation:
+                # Modules that point at the old block would keep it alive.
+                self._modules.drop_others(resident)
+        assert room is not None, "nothing else is in use"
+        return Trained(
+            command=command,
+            config=config,
+            rank=command.rank,
+            members=members,
+            resident=resident,
+            room=room,
+            state=resident.at(room),
+            key=key,
+        )
+
+    def _fill(self, bound: Trained, command: rank_pb2.RankBind) -> None:
+        state = bound.state
         if command.WhichOneof("source") == "initial":
-            resident.keys = None
-            resident.state.set_initial(_first_weights(command, config, seed=command.initial.seed))
+            state.set_initial(_first_weights(command, bound.config, seed=command.initial.seed))
             return
-        saved = command.saved
-        keys = StateKeys(master=saved.master_key, moments=saved.moments_key)
-        segments = {segment.kind: segment for segment in saved.segments}
-        if resident.keys != keys:
-            resident.keys = None
+        segments = {segment.kind: segment for segment in command.saved.segments}
+        block = bound.resident.block
+        if bound.key is None:
+            if "master" not in segments:
+                raise DomainError(
+                    ErrorReason.STATE_TRANSITION_REFUSED,
+                    f"the worker does not keep {command.saved.master_key} any more; bind again",
+                )
             for kind in ("master", "moments"):
-                with mapped(segments[kind], write=False) as buffers:
-                    resident.state.load(kind, buffers)
-            resident.keys = keys
+                self._files.load(segments[kind], block, state.flat(kind))
+            bound.key = StateKey(
+                master=command.saved.master_key,
+                moments=command.saved.moments_key,
+                members=bound.members,
+            )
         if "gradients" in segments:
-            with mapped(segments["gradients"], write=False) as buffers:
-                resident.state.load("gradients", buffers)
+            self._files.load(segments["gradients"], block, state.flat("gradients"))
+            state.set_sum()
 
     def _export(
         self,
-        bound: _Bound,
+        bound: Trained,
         targets: Iterable[rank_pb2.MappedSegment],
         seconds: dict[str, float],
     ) -> str:
         by_kind = {target.kind: target for target in targets}
         started = time.perf_counter()
-        for kind, target in by_kind.items():
-            with mapped(target, write=True) as buffers:
-                bound.state.export(kind, buffers)
-        resident = bound.resident
-        if resident is not None:
-            if {"master", "moments"} <= by_kind.keys():
-                resident.keys = StateKeys(
-                    master=by_kind["master"].key, moments=by_kind["moments"].key
-                )
-            self._wait_for_all(resident.group)
-        seconds["write"] += (now := time.perf_counter()) - started
+        failure = None
+        try:
+            self._store(bound, by_kind)
+        except DomainError as error:
+            failure = error
+        # Rank 0 hashes what all wrote, so it waits for them; and none may fail alone.
+        agree(failure, group=bound.resident.group, device=self._device)
+        seconds["write"] += time.perf_counter() - started
+        if {"master", "moments"} <= by_kind.keys():
+            bound.key = StateKey(
+                master=by_kind["master"].key,
+                moments=by_kind["moments"].key,
+                members=bound.members,
+            )
         weights = by_kind.get("weights")
-        if weights is None or bound.rank != 0:
-            return ""
-        digest = hash_file(Path(weights.path), list(weights.buffers))
-        seconds["hash"] += time.perf_counter() - now
-        return digest
+        return "" if weights is None or bound.rank != 0 else _hash(weights, seconds)
 
-    def _wait_for_all(self, group: dist.ProcessGroup) -> None:
-        # The hash is over all ranks' ranges, so rank 0 waits until they are written.
-        if group.size() > 1:
-            flag = torch.ones(1, device=self._device)
-            dist.all_reduce(flag, group=group)
-            flag.item()
+    def _store(self, bound: Trained, targets: dict[str, rank_pb2.MappedSegment]) -> None:
+        for kind, target in targets.items():
+            if kind == "weights":
+                self._files.store_weights(target, bound.state)
+            else:
+                self._files.store(target, bound.resident.block, bound.state.flat(kind))
 
     def _check_tokens(self, rows: Rows, resident: Resident, micro_batch_id: str) -> None:
         # Every rank checks all rows, so all refuse alike and none waits in a collective.
@@ -273,7 +334,22 @@ class RankWorker:
             )
 
 
+def _with_budget(learner: Learner, max_tokens: int) -> Learner:
+    if not max_tokens:
+        return learner
+    config = learner.config
+    trainer = config.trainer.model_copy(update={"max_tokens_per_pass": max_tokens})
+    return replace(learner, config=config.model_copy(update={"trainer": trainer}))
+
+
 def _first_weights(
     command: rank_pb2.RankBind, config: PolicyConfig, *, seed: int
 ) -> Iterable[tuple[str, torch.Tensor]]:
     return initial_weights(Path(command.model_path), init=config.model.init, seed=seed)
+
+
+def _hash(weights: rank_pb2.MappedSegment, seconds: dict[str, float]) -> str:
+    started = time.perf_counter()
+    digest = hash_file(Path(weights.path), list(weights.buffers))
+    seconds["hash"] += time.perf_counter() - started
+    return digest

@@ -59,6 +59,10 @@ class SimulatedRank:
             case "unbind":
                 self._state.total = None
                 reply.unbound.SetInParent()
+            case "forget":
+                reply.forgotten.SetInParent()
+            case "prefetch":  # nothing: moving state in is always paid when the unit takes it
+                reply.prefetched.SetInParent()
             case kind:
                 raise ValueError(f"unknown command {kind}")
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.buffers import Buffer
 from flexmarl.client.segments import MappedSegment, hash_file
+from flexmarl.trainer.state_layout import MOMENTS
 
 PARAMETER = "simulated"
 _NUMBERS = 2
@@ -62,11 +64,12 @@ class SimulatedState:
         """Reads one kind of state."""
         mapped = MappedSegment(segment.path, segment.buffers)
         try:
+            numbers = _read(mapped.buffers.values())
             match segment.kind:
                 case "master":
-                    self.weights = _read(mapped.buffers[PARAMETER])
+                    self.weights = numbers
                 case "gradients":
-                    self.total = _read(mapped.buffers[PARAMETER])[0]
+                    self.total = numbers[0]
         finally:
             mapped.close()
 
@@ -76,8 +79,7 @@ class SimulatedState:
         for segment in segments:
             mapped = MappedSegment(segment.path, segment.buffers, writable=True)
             try:
-                for buffer in mapped.buffers.values():
-                    _write(buffer, self._numbers(segment.kind))
+                _write(mapped.buffers.values(), self._numbers(segment.kind))
             finally:
                 mapped.close()
             if segment.kind == "weights":
@@ -87,7 +89,7 @@ class SimulatedState:
     def _numbers(self, kind: str) -> list[float]:
         match kind:
             case "moments":
-                return [0.0] * _NUMBERS
+                return [0.0] * (len(MOMENTS) * _NUMBERS)
             case "gradients":
                 assert self.total is not None, "an empty sum has nothing to copy"
                 return [self.total] * _NUMBERS
@@ -95,14 +97,21 @@ class SimulatedState:
                 return self.weights
 
 
-def _read(buffer: Buffer) -> list[float]:
-    return list(struct.unpack(f"<{_NUMBERS}d", buffer.data))
+def _read(buffers: Iterable[Buffer]) -> list[float]:
+    """The numbers of a tensor, whose rows lie in as many buffers as ranks wrote it."""
+    data = b"".join(buffer.data for buffer in buffers)
+    return list(struct.unpack(f"<{len(data) // 8}d", data))
 
 
-def _write(buffer: Buffer, numbers: list[float]) -> None:
-    if buffer.dtype == "F64":
-        buffer.data[:] = struct.pack(f"<{_NUMBERS}d", *numbers)
-        return
-    single = [struct.pack("<f", number) for number in numbers]
-    # bfloat16 is the upper half of float32.
-    buffer.data[:] = b"".join(part[2:] if buffer.dtype == "BF16" else part for part in single)
+def _write(buffers: Iterable[Buffer], numbers: Sequence[float]) -> None:
+    left = iter(numbers)
+    for buffer in buffers:
+        encoded = [_encode(number, buffer.dtype) for number in islice(left, buffer.shape[0])]
+        buffer.data[:] = b"".join(encoded)
+
+
+def _encode(number: float, dtype: str) -> bytes:
+    if dtype == "F64":
+        return struct.pack("<d", number)
+    single = struct.pack("<f", number)
+    return single[2:] if dtype == "BF16" else single  # bfloat16 is the upper half of float32

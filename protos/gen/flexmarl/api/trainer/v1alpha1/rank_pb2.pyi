@@ -35,6 +35,8 @@ class RankCommand(_message.Message):
     EXPORT_FIELD_NUMBER: _builtins.int
     UNBIND_FIELD_NUMBER: _builtins.int
     SERVE_STORE_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """Number of the command, repeated in the reply."""
     @_builtins.property
@@ -61,6 +63,14 @@ class RankCommand(_message.Message):
     def serve_store(self) -> Global___RankServeStore:
         """Serve the rendezvous store of process groups; rendezvous process only."""
 
+    @_builtins.property
+    def forget(self) -> Global___RankForget:
+        """Destroy the groups of a worker that is gone."""
+
+    @_builtins.property
+    def prefetch(self) -> Global___RankPrefetch:
+        """Load state of a policy that will be bound, beside the work in progress."""
+
     def __init__(
         self,
         *,
@@ -71,12 +81,14 @@ class RankCommand(_message.Message):
         export: Global___RankExport | None = ...,
         unbind: Global___RankUnbind | None = ...,
         serve_store: Global___RankServeStore | None = ...,
+        forget: Global___RankForget | None = ...,
+        prefetch: Global___RankPrefetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "export", b"export", "gradients", b"gradients", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "export", b"export", "forget", b"forget", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "command_id", b"command_id", "export", b"export", "gradients", b"gradients", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "command_id", b"command_id", "export", b"export", "forget", b"forget", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["bind", "gradients", "apply", "export", "unbind", "serve_store"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["bind", "gradients", "apply", "export", "unbind", "serve_store", "forget", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -96,6 +108,8 @@ class RankReply(_message.Message):
     WRITTEN_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     STORE_SERVED_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    PREFETCHED_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """Number of the command."""
     @_builtins.property
@@ -126,6 +140,14 @@ class RankReply(_message.Message):
     def store_served(self) -> Global___RankStoreServed:
         """End of RankServeStore."""
 
+    @_builtins.property
+    def forgotten(self) -> Global___RankForgotten:
+        """End of RankForget."""
+
+    @_builtins.property
+    def prefetched(self) -> Global___RankPrefetched:
+        """End of RankPrefetch."""
+
     def __init__(
         self,
         *,
@@ -137,12 +159,14 @@ class RankReply(_message.Message):
         written: Global___RankWritten | None = ...,
         unbound: Global___RankUnbound | None = ...,
         store_served: Global___RankStoreServed | None = ...,
+        forgotten: Global___RankForgotten | None = ...,
+        prefetched: Global___RankPrefetched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "failure", b"failure", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "failure", b"failure", "forgotten", b"forgotten", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "command_id", b"command_id", "failure", b"failure", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "command_id", b"command_id", "failure", b"failure", "forgotten", b"forgotten", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["failure", "ready", "bound", "added", "written", "unbound", "store_served"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["failure", "ready", "bound", "added", "written", "unbound", "store_served", "forgotten", "prefetched"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -306,7 +330,7 @@ Global___RankInitial: _TypeAlias = RankInitial  # noqa: Y015
 
 @_typing.final
 class RankSaved(_message.Message):
-    """RankSaved names saved state. Master and moments may be absent when the worker holds them."""
+    """RankSaved names saved state. Master and moments may be absent when the worker keeps them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -365,6 +389,7 @@ class RankBound(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """Bytes that the policy's state takes on this worker."""
     @_builtins.property
@@ -375,20 +400,57 @@ class RankBound(_message.Message):
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds by part."""
 
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
+        """State that the worker keeps beside it."""
+
     def __init__(
         self,
         *,
         parameters: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
         state_bytes: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        kept: _abc.Iterable[Global___KeptState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "parameters", b"parameters", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankBound: _TypeAlias = RankBound  # noqa: Y015
+
+@_typing.final
+class KeptState(_message.Message):
+    """KeptState names state in a worker's memory that occupies nothing: it is there until room is needed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_KEY_FIELD_NUMBER: _builtins.int
+    MOMENTS_KEY_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    master_key: _builtins.str
+    """Key of the master weights."""
+    moments_key: _builtins.str
+    """Key of the moments."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the workers that share it, in order of rank."""
+
+    def __init__(
+        self,
+        *,
+        master_key: _builtins.str = ...,
+        moments_key: _builtins.str = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_key", b"master_key", "members", b"members", "moments_key", b"moments_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptState: _TypeAlias = KeptState  # noqa: Y015
 
 @_typing.final
 class RankGradients(_message.Message):
@@ -404,6 +466,7 @@ class RankGradients(_message.Message):
     TEMPERATURES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_PER_PASS_FIELD_NUMBER: _builtins.int
     micro_batch_id: _builtins.str
     """Micro-batch."""
     tokens: _builtins.bytes
@@ -420,6 +483,8 @@ class RankGradients(_message.Message):
     """Behaviour log-probability per response token, row after row: float64."""
     num_updates: _builtins.int
     """Optimizer steps so far; drives schedules."""
+    max_tokens_per_pass: _builtins.int
+    """Most padded tokens per pass; 0 means as the policy is configured."""
     def __init__(
         self,
         *,
@@ -431,10 +496,11 @@ class RankGradients(_message.Message):
         temperatures: _builtins.bytes = ...,
         logprobs: _builtins.bytes = ...,
         num_updates: _builtins.int = ...,
+        max_tokens_per_pass: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "micro_batch_id", b"micro_batch_id", "num_updates", b"num_updates", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "temperatures", b"temperatures", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "max_tokens_per_pass", b"max_tokens_per_pass", "micro_batch_id", b"micro_batch_id", "num_updates", b"num_updates", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "temperatures", b"temperatures", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,7 +759,57 @@ Global___RankUnbind: _TypeAlias = RankUnbind  # noqa: Y015
 
 @_typing.final
 class RankUnbound(_message.Message):
-    """RankUnbound is empty."""
+    """RankUnbound says what is left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    """Bytes of its memory in use, measured: 0."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
+        """State that the worker keeps."""
+
+    def __init__(
+        self,
+        *,
+        kept: _abc.Iterable[Global___KeptState] | None = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankUnbound: _TypeAlias = RankUnbound  # noqa: Y015
+
+@_typing.final
+class RankForget(_message.Message):
+    """RankForget names a worker that is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Its position in the trainer."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankForget: _TypeAlias = RankForget  # noqa: Y015
+
+@_typing.final
+class RankForgotten(_message.Message):
+    """RankForgotten is empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -706,7 +822,73 @@ class RankUnbound(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankUnbound: _TypeAlias = RankUnbound  # noqa: Y015
+Global___RankForgotten: _TypeAlias = RankForgotten  # noqa: Y015
+
+@_typing.final
+class RankPrefetch(_message.Message):
+    """RankPrefetch loads a rank's share of master and moments, if there is room that nobody uses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank of this worker among those that will be bound."""
+    @_builtins.property
+    def state(self) -> Global___KeptState:
+        """What to load, and for which workers."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappedSegment]:
+        """Segments of master and moments."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        state: Global___KeptState | None = ...,
+        segments: _abc.Iterable[Global___MappedSegment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "segments", b"segments", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankPrefetch: _TypeAlias = RankPrefetch  # noqa: Y015
+
+@_typing.final
+class RankPrefetched(_message.Message):
+    """RankPrefetched says whether it was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    loaded_bytes: _builtins.int
+    """Bytes that were loaded."""
+    seconds: _builtins.float
+    """Seconds that loading took."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
+        """State that the worker keeps; without what was asked for when there was no room."""
+
+    def __init__(
+        self,
+        *,
+        kept: _abc.Iterable[Global___KeptState] | None = ...,
+        loaded_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "loaded_bytes", b"loaded_bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankPrefetched: _TypeAlias = RankPrefetched  # noqa: Y015
 
 @_typing.final
 class RankServeStore(_message.Message):

@@ -588,7 +588,9 @@ class StateResult(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Gradient norm, learning rate and so on, by name."""
+        """Gradient norm, learning rate and so on, by name; of SuspendPolicy "used_bytes", what is still in
+        use of the fullest rank's memory, measured there.
+        """
 
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -668,6 +670,94 @@ class SuspendPolicyResponse(_message.Message):
 Global___SuspendPolicyResponse: _TypeAlias = SuspendPolicyResponse  # noqa: Y015
 
 @_typing.final
+class PrefetchPolicyRequest(_message.Message):
+    """PrefetchPolicyRequest asks for the state of a policy that will be bound soon. It is a hint: it
+    changes no binding, needs no term, and a state that is no longer the newest is not used.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call and of the operation."""
+    run_id: _builtins.str
+    """Run."""
+    policy: _builtins.str
+    """Policy."""
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Slots that it will be bound to, one rank each, in order of rank."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "request_id", b"request_id", "run_id", b"run_id", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchPolicyRequest: _TypeAlias = PrefetchPolicyRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchPolicyResponse(_message.Message):
+    """PrefetchPolicyResponse names the operation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """The operation."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchPolicyResponse: _TypeAlias = PrefetchPolicyResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchResult(_message.Message):
+    """PrefetchResult says what was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    loaded_bytes: _builtins.int
+    """Bytes loaded on all slots together; 0 when there was no room, or all was there already."""
+    seconds: _builtins.float
+    """Seconds of the slot that took longest."""
+    def __init__(
+        self,
+        *,
+        loaded_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded_bytes", b"loaded_bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchResult: _TypeAlias = PrefetchResult  # noqa: Y015
+
+@_typing.final
 class Operation(_message.Message):
     """Operation is work in progress, or its end."""
 
@@ -679,6 +769,7 @@ class Operation(_message.Message):
     BIND_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Id: the request_id that started it."""
     done: _builtins.bool
@@ -699,6 +790,10 @@ class Operation(_message.Message):
     def state(self) -> Global___StateResult:
         """End of SaveGradients, ApplyUpdate or SuspendPolicy."""
 
+    @_builtins.property
+    def prefetch(self) -> Global___PrefetchResult:
+        """End of PrefetchPolicy."""
+
     def __init__(
         self,
         *,
@@ -708,12 +803,13 @@ class Operation(_message.Message):
         bind: Global___BindPolicyResult | None = ...,
         gradients: Global___ComputeGradientsResult | None = ...,
         state: Global___StateResult | None = ...,
+        prefetch: Global___PrefetchResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "failure", b"failure", "gradients", b"gradients", "result", b"result", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "failure", b"failure", "gradients", b"gradients", "prefetch", b"prefetch", "result", b"result", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "done", b"done", "failure", b"failure", "gradients", b"gradients", "operation_id", b"operation_id", "result", b"result", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "done", b"done", "failure", b"failure", "gradients", b"gradients", "operation_id", b"operation_id", "prefetch", b"prefetch", "result", b"result", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["failure", "bind", "gradients", "state"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["failure", "bind", "gradients", "state", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

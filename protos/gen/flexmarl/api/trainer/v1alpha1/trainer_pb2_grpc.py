@@ -79,6 +79,11 @@ class TrainerServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationResponse.FromString,
                 _registered_method=True)
+        self.PrefetchPolicy = channel.unary_unary(
+                '/flexmarl.api.trainer.v1alpha1.TrainerService/PrefetchPolicy',
+                request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyResponse.FromString,
+                _registered_method=True)
         self.CancelOperation = channel.unary_unary(
                 '/flexmarl.api.trainer.v1alpha1.TrainerService/CancelOperation',
                 request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationRequest.SerializeToString,
@@ -160,8 +165,16 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefetchPolicy(self, request, context):
+        """PrefetchPolicy loads a policy's saved state into unused memory of slots that others may hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelOperation(self, request, context):
-        """CancelOperation asks an operation to stop.
+        """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
+        that is at work loses its binding, and with it what was not saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,6 +236,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.WaitOperation,
                     request_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationResponse.SerializeToString,
+            ),
+            'PrefetchPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchPolicy,
+                    request_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyResponse.SerializeToString,
             ),
             'CancelOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelOperation,
@@ -461,6 +479,33 @@ class TrainerService(object):
             '/flexmarl.api.trainer.v1alpha1.TrainerService/WaitOperation',
             flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationRequest.SerializeToString,
             flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.WaitOperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.trainer.v1alpha1.TrainerService/PrefetchPolicy',
+            flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyRequest.SerializeToString,
+            flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.PrefetchPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,8 +54,12 @@ class TrainerServiceStub:
     """SuspendPolicy saves what is unsaved and gives the slots back."""
     WaitOperation: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WaitOperationRequest, _trainer_pb2.WaitOperationResponse]
     """WaitOperation waits for an operation, at most until the call's deadline."""
+    PrefetchPolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchPolicyRequest, _trainer_pb2.PrefetchPolicyResponse]
+    """PrefetchPolicy loads a policy's saved state into unused memory of slots that others may hold."""
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CancelOperationRequest, _trainer_pb2.CancelOperationResponse]
-    """CancelOperation asks an operation to stop."""
+    """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
+    that is at work loses its binding, and with it what was not saved.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]
     """GetStatus reads slots and bindings."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchStatusRequest, _trainer_pb2.WatchStatusResponse]
@@ -87,8 +91,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """SuspendPolicy saves what is unsaved and gives the slots back."""
     WaitOperation: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WaitOperationRequest, _trainer_pb2.WaitOperationResponse]  # type: ignore[assignment]
     """WaitOperation waits for an operation, at most until the call's deadline."""
+    PrefetchPolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchPolicyRequest, _trainer_pb2.PrefetchPolicyResponse]  # type: ignore[assignment]
+    """PrefetchPolicy loads a policy's saved state into unused memory of slots that others may hold."""
     CancelOperation: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CancelOperationRequest, _trainer_pb2.CancelOperationResponse]  # type: ignore[assignment]
-    """CancelOperation asks an operation to stop."""
+    """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
+    that is at work loses its binding, and with it what was not saved.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus reads slots and bindings."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchStatusRequest, _trainer_pb2.WatchStatusResponse]  # type: ignore[assignment]
@@ -167,12 +175,22 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """WaitOperation waits for an operation, at most until the call's deadline."""
 
     @_abc_1.abstractmethod
+    def PrefetchPolicy(
+        self,
+        request: _trainer_pb2.PrefetchPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.PrefetchPolicyResponse, _abc.Awaitable[_trainer_pb2.PrefetchPolicyResponse]]:
+        """PrefetchPolicy loads a policy's saved state into unused memory of slots that others may hold."""
+
+    @_abc_1.abstractmethod
     def CancelOperation(
         self,
         request: _trainer_pb2.CancelOperationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CancelOperationResponse, _abc.Awaitable[_trainer_pb2.CancelOperationResponse]]:
-        """CancelOperation asks an operation to stop."""
+        """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
+        that is at work loses its binding, and with it what was not saved.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -1,0 +1,121 @@
+"""A worker's device memory for state: one block, allocated and touched once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from flexmarl.core.arena import Arena, Region, aligned
+from flexmarl.core.errors import DomainError, ErrorReason
+
+_PAGE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKey:
+    """Names a content: state that equals these segments, as these workers share it."""
+
+    master: str
+    moments: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A region of the block that somebody uses."""
+
+    region: Region
+    memory: torch.Tensor
+
+
+class DeviceMemory:
+    """The block and its regions; may be asked by several threads.
+
+    It grows when a policy needs more than all of it, which forgets what was kept; `generation` then
+    changes, and views of the old block keep it alive.
+
+    Args:
+        size_bytes: Size at first.
+        max_bytes: Largest size; 0 means no bound.
+        device: Where it lies.
+    """
+
+    def __init__(self, *, size_bytes: int, max_bytes: int, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._max_bytes = max_bytes
+        self._device = device
+        self._arena: Arena[StateKey] = Arena(size_bytes=0)
+        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self.generation = 0
+        self._allocate(aligned(size_bytes))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use: 0 when nothing is bound."""
+        return self._arena.used_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the block."""
+        return self._arena.size_bytes
+
+    @property
+    def kept(self) -> tuple[StateKey, ...]:
+        """Contents that can be found again."""
+        return self._arena.kept
+
+    def take(self, size_bytes: int, *, grow: bool = True) -> Room | None:
+        """Uses a region; None when it does not fit beside what is in use.
+
+        Args:
+            size_bytes: Size.
+            grow: Enlarge the block when nothing of it is in use.
+
+        Raises:
+            DomainError: OUT_OF_MEMORY when the bound forbids a block of this size.
+        """
+        with self._lock:
+            region = self._arena.take(size_bytes)
+            if region is None and grow and not self.used_bytes:
+                self._grow(aligned(size_bytes))
+                region = self._arena.take(size_bytes)
+            return None if region is None else self._room(region)
+
+    def find(self, key: StateKey) -> Room | None:
+        """Uses the region that holds this content, if one does."""
+        with self._lock:
+            region = self._arena.find(key)
+            return None if region is None else self._room(region)
+
+    def leave(self, room: Room, key: StateKey | None) -> None:
+        """Ends the use of a region; its content is kept when it has a key."""
+        with self._lock:
+            if key is None:
+                self._arena.free(room.region)
+            else:
+                self._arena.keep(room.region, key)
+
+    def _room(self, region: Region) -> Room:
+        return Room(region, self._block[region.offset : region.end])
+
+    def _grow(self, size_bytes: int) -> None:
+        if self._max_bytes and size_bytes > self._max_bytes:
+            raise DomainError(
+                ErrorReason.OUT_OF_MEMORY,
+                f"a policy needs {size_bytes} bytes of state on this slot, max_arena_bytes allows "
+                f"{self._max_bytes}; raise it, or give the policy more slots",
+                {"needed": str(size_bytes), "allowed": str(self._max_bytes)},
+            )
+        self._allocate(size_bytes)
+
+    def _allocate(self, size_bytes: int) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)  # the old one first
+        self._block = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        if self._device.type == "cpu":
+            # The first touch of a page costs ten times a copy into it; it is paid here.
+            self._block[::_PAGE_BYTES] = 0
+        self._arena = Arena(size_bytes=size_bytes)
+        self.generation += 1

@@ -1,0 +1,119 @@
+"""State of the bound policy to and from segments."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.trainer.rank.segments import SegmentFile, opened
+from flexmarl.trainer.rank.transfers import Transfers
+from flexmarl.trainer.state_layout import Block, Copy, plan_copies
+
+_CHECK_BYTES = 16 << 20
+
+
+class Weights(Protocol):
+    """Weights that can be published."""
+
+    def full_rows(
+        self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields rows of full tensors as bytes, with their places in a segment."""
+
+
+class StateFiles:
+    """Loads and stores blocks of state.
+
+    Args:
+        transfers: Between device and files.
+        verify: Read back what was stored and compare checksums: a swap that changed a bit is an
+            error then, at the price of about a third of the rate.
+    """
+
+    def __init__(self, transfers: Transfers, *, verify: bool) -> None:
+        self._transfers = transfers
+        self._verify = verify
+
+    def load(self, segment: rank_pb2.MappedSegment, block: Block, memory: torch.Tensor) -> None:
+        """Fills a rank's memory of one kind of state, whatever number of ranks wrote it.
+
+        Args:
+            segment: Sealed segment.
+            block: What the rank has.
+            memory: All of that kind, flat.
+
+        Raises:
+            DomainError: CONTENT_MISMATCH for state of another model, SEGMENT_NOT_FOUND,
+                CHECKSUM_MISMATCH.
+        """
+        copies = _plan(segment, block)
+        with opened(segment, write=False) as file:
+            for copy in copies:
+                self._transfers.load(file, copy.file, _cut(memory, copy))
+
+    def store(self, segment: rank_pb2.MappedSegment, block: Block, memory: torch.Tensor) -> None:
+        """Writes a rank's memory of one kind of state into its part of a segment.
+
+        Raises:
+            DomainError: DISK_FULL, SEGMENT_NOT_FOUND, CHECKSUM_MISMATCH.
+        """
+        copies = _plan(segment, block)
+        with opened(segment, write=True) as file:
+            for copy in copies:
+                self._put(file, segment, copy.file, _cut(memory, copy))
+
+    def store_weights(self, segment: rank_pb2.MappedSegment, weights: Weights) -> None:
+        """Writes this rank's rows of the weights into a segment of full tensors.
+
+        No rank holds more than its rows: nothing is gathered.
+
+        Raises:
+            DomainError: As `store`.
+        """
+        with opened(segment, write=True) as file:
+            for offset, rows in weights.full_rows({item.name: item for item in segment.buffers}):
+                self._put(file, segment, offset, rows)
+
+    def _put(
+        self, file: SegmentFile, segment: rank_pb2.MappedSegment, offset: int, rows: torch.Tensor
+    ) -> None:
+        self._transfers.store(file, offset, rows)
+        if self._verify:
+            _compare(file, segment, offset, rows)
+
+
+def _plan(segment: rank_pb2.MappedSegment, block: Block) -> Sequence[Copy]:
+    try:
+        return plan_copies(segment.kind, block, segment.buffers)
+    except ValueError as error:
+        raise DomainError(
+            ErrorReason.CONTENT_MISMATCH,
+            f"segment {segment.key} is {segment.kind} of another model: {error}",
+            {"segment": segment.key},
+        ) from error
+
+
+def _cut(memory: torch.Tensor, copy: Copy) -> torch.Tensor:
+    return memory[copy.memory : copy.memory + copy.size_bytes]
+
+
+def _compare(
+    file: SegmentFile, segment: rank_pb2.MappedSegment, offset: int, rows: torch.Tensor
+) -> None:
+    for start in range(0, rows.numel(), _CHECK_BYTES):
+        source = rows[start : start + _CHECK_BYTES].cpu()
+        found = torch.empty_like(source)
+        file.read(offset + start, found)
+        if zlib.crc32(source.numpy()) != zlib.crc32(found.numpy()):
+            raise DomainError(
+                ErrorReason.CHECKSUM_MISMATCH,
+                f"segment {segment.key}: bytes from {offset + start} on differ from what was "
+                "stored",
+                {"segment": segment.key},
+            )
