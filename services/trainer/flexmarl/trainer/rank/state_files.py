@@ -110,7 +110,7 @@ def _compare(
         source = rows[start : start + _CHECK_BYTES].cpu()
         found = torch.empty_like(source)
         file.read(offset + start, found)
-        if zlib.crc32(source.numpy()) != zlib.crc32(found.numpy()):
+        if zlib.crc32(source.numpy().data) != zlib.crc32(found.numpy().data):
             raise DomainError(
                 ErrorReason.CHECKSUM_MISMATCH,
                 f"segment {segment.key}: bytes from {offset + start} on differ from what was "
