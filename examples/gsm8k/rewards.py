@@ -15,19 +15,16 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
+from flexmarl.rollout.number_text import DIGITS, final_answer, numbers
 from flexmarl.rollout.workflow import FinishedSample, Rewards
 
 MAX_EQUATIONS = 12
 """Equations looked at: the share of true ones is not raised by a long tail of trivial ones."""
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A minus is a sign unless it follows a digit or a bracket: "10-5" holds 10 and 5.
-_NUMBER = re.compile(rf"((?:(?<![\d)])[-\u2212])?(?:\$\s?[-\u2212]?)?)({_DIGITS})")
-_MARKER = re.compile(r"####|\banswer\s*(?:is|:)\s*:?", re.IGNORECASE)
-_ENDING = re.compile(rf"(?:^|\s)Answer: [-\u2212]?\$?(?:{_DIGITS})\s*\Z")
+_ENDING = re.compile(rf"(?:^|\s)Answer: [-\u2212]?\$?(?:{DIGITS})\s*\Z")
 _GOLD_STEP = re.compile(r"<<[^<>]*=([^<>=]+)>>")
-_TERM = rf"\(*\s*\$?(?:{_DIGITS})%?\s*\)*"
-_RESULT = rf"[-\u2212]?\s?(?:\$\s?[-\u2212]?)?(?:{_DIGITS})%?"
+_TERM = rf"\(*\s*\$?(?:{DIGITS})%?\s*\)*"
+_RESULT = rf"[-\u2212]?\s?(?:\$\s?[-\u2212]?)?(?:{DIGITS})%?"
 _EQUATION = re.compile(rf"({_TERM}(?:\s*[-+*/x\u00d7\u00f7\u2212]\s*{_TERM})+)\s*=\s*({_RESULT})")
 # What people mean by yes and no; the first such word counts.
 _VERDICT = re.compile(
@@ -87,26 +84,6 @@ def is_exact(text: str, gold: str) -> bool:
     """Whether the final answers are the same number."""
     answer = final_answer(text)
     return answer is not None and answer == final_answer(gold)
-
-
-def final_answer(text: str) -> Fraction | None:
-    """The number after the last `Answer:` or `####`, else the last number; None without any."""
-    markers = list(_MARKER.finditer(text))
-    after = numbers(text[markers[-1].end() :]) if markers else []
-    if after:
-        return after[0]
-    everywhere = numbers(text)
-    return everywhere[-1] if everywhere else None
-
-
-def numbers(text: str) -> list[Fraction]:
-    """All numbers, without currency signs, thousands' commas and closing dots; signs are kept."""
-    return [
-        -Fraction(digits.replace(",", ""))
-        if "-" in sign or "\u2212" in sign
-        else Fraction(digits.replace(",", ""))
-        for sign, digits in _NUMBER.findall(text)
-    ]
 
 
 def steps_found(text: str, gold: str) -> float:

@@ -237,7 +237,7 @@ def test_a_prompt_that_no_call_can_fill(run_files, refused, prompt: str, why: st
 
 
 def test_braces_in_a_system_message_are_text(run_files, refused):
-    run_files.edit("max_tokens = 4", "max_tokens = 4\nsystem = 'Answer as {\"a\": 1}'")
+    run_files.edit("max_tokens = 4", "max_tokens = 4\nchat = true\nsystem = 'Answer as {\"a\": 1}'")
     # Looked at after the prompts: a later problem shows that they passed.
     assert "no folder" in refused("--set", "policies.solver.model.path=nowhere")
 

@@ -32,6 +32,22 @@ def run_config() -> RunConfig:
     )
 
 
+def test_alarms_are_lines_of_their_own():
+    alarmed = report(3, 0.0)
+    alarmed.batch.metrics["alarm/zero_rewards"] = 32
+    alarmed.batch.metrics["alarm/reward_failures"] = 2
+    lines: list[str] = []
+    PlainView(lines.append).update(message(alarmed))
+    assert lines[1:] == [
+        "ALARM at version 3: the reward function failed on 2 sample(s)",
+        "ALARM at version 3: every reward is 0 (32 samples): look at what the reward function is "
+        "given",
+    ]
+    console = Console(width=200, record=True, force_terminal=False)
+    console.print(render(message().progress, [numbers_of(alarmed)], elapsed_s=1.0))
+    assert "ALARM: every reward is 0 (32 samples)" in console.export_text()
+
+
 def test_plain_lines_of_a_recorded_run():
     lines: list[str] = []
     now = 0.0

@@ -77,7 +77,9 @@ class Store:
     void: dict[str, VoidReason] = field(default_factory=dict)
     records: dict[str, CreateMicroBatch] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)
-    closed_batches: set[int] = field(default_factory=set)
+    leaving: dict[str, SampleFact] = field(default_factory=dict)
+    closed: set[tuple[int, str]] = field(default_factory=set)
+    early: set[tuple[int, str]] = field(default_factory=set)
     states: dict[str, StateFact] = field(default_factory=dict)
     version: int | None = None
     cursor: Cursor = field(default_factory=Cursor)
@@ -111,7 +113,7 @@ class Store:
             groups=tuple(groups),
             samples=tuple(
                 fact
-                for fact in self.samples.values()
+                for fact in (*self.leaving.values(), *self.samples.values())
                 if fact.sample_id.group.batch == BatchId(batch)
             ),
             evaluated=tuple(
@@ -150,6 +152,7 @@ class World:
         rng: Source of all chance.
         trouble: Chance per step that something is lost or fails.
         agents: Agents called per sample, with the policy of each.
+        choosy: Samples call some agents only, and say so while they run.
     """
 
     def __init__(
@@ -162,12 +165,14 @@ class World:
         agents: dict[str, str],
         num_queries: int = 17,
         epochs: int | None = None,
+        choosy: bool = False,
     ) -> None:
         self.rules = rules
         self.rng = rng
         self.trouble = trouble
         self.num_slots = num_slots
         self.agents = agents
+        self.choosy = choosy
         self.order = DatasetOrder(num_queries, seed=1, shuffle=True, epochs=epochs)
         self.store = Store()
         self.now = 0.0
@@ -199,6 +204,7 @@ class World:
             choices += ["effect"] * 3
         if self.running:
             choices.append("sample")
+            choices += ["leave"] * 2 * self.choosy
         due = [name for name, at in self.timers.items() if at <= self.now]
         if due:
             choices.append("timer")
@@ -212,6 +218,8 @@ class World:
                 self.feed(EffectDone(effect, self.execute(effect)))
             case "sample":
                 self.end_sample(self.rng.choice(sorted(self.running)))
+            case "leave":
+                self.leave(self.rng.choice(sorted(self.running)))
             case _:
                 self.timers.pop(due[0])
                 self.feed(TimerFired(due[0]))
@@ -257,6 +265,23 @@ class World:
             self.core = RunCore(self.rules, self.order, self.store.stored())
             self.take(self.core.handle((), now=self.now))
 
+    def called(self, name: str) -> dict[str, str]:
+        """Agents that a sample calls: the same ones in each attempt."""
+        if not self.choosy:
+            return self.agents
+        ordinals = Random(name.rpartition("a")[0])
+        return {agent: p for agent, p in self.agents.items() if ordinals.random() < 0.6}
+
+    def leave(self, name: str) -> None:
+        called = set(self.called(name).values())
+        fact = SampleFact(
+            sample_id=SampleId.parse(name),
+            status=SampleStatus.OPEN,
+            left=frozenset(self.agents.values()) - called,
+        )
+        self.store.leaving[name] = fact
+        self.feed(SampleChanged(fact))
+
     def end_sample(self, name: str) -> None:
         self.running.discard(name)
         sample_id = SampleId.parse(name)
@@ -277,6 +302,7 @@ class World:
             failure=RunFailure(reason="WORKFLOW_RAISED", message="it raised")
             if status is SampleStatus.FAILED
             else None,
+            used=frozenset(self.called(name).values()),
         )
         if name in self.store.samples:
             return
@@ -288,9 +314,9 @@ class World:
 
     def write_rows(self, name: str) -> None:
         batch = SampleId.parse(name).group.batch
-        if batch.batch in self.store.closed_batches and not batch.evaluation:
-            return
-        for place, (agent, policy) in enumerate(self.agents.items()):
+        for place, (agent, policy) in enumerate(self.called(name).items()):
+            if (batch.batch, policy) in self.store.closed and not batch.evaluation:
+                continue
             vertex_id = f"{name}/0:{place}"
             self.store.rows[vertex_id] = Row(
                 vertex_id=vertex_id,
@@ -349,11 +375,15 @@ class World:
                 )
             case CloseGroup():
                 self.close(effect)
-            case CloseSubgraphs(batch=batch):
-                store.closed_batches.add(batch)
+            case CloseSubgraphs(batch=batch, policies=policies):
+                marks = {(batch, policy) for policy in policies}
+                store.closed |= marks
+                if GroupStatus.OPEN in store.status.values():
+                    store.early |= marks
             case CreateMicroBatch():
                 if not self.rules.training.overlaps:
-                    assert effect.batch in store.closed_batches, "the whole batch comes first"
+                    closed = (effect.batch, effect.policy) in store.closed
+                    assert closed, "the whole batch comes first"
                 known_record = store.records.setdefault(effect.micro_batch_id, effect)
                 assert known_record.rows == effect.rows, "a record is never another one"
             case MarkRows(micro_batch_id=name, rows=rows):
@@ -405,7 +435,7 @@ class World:
                 store.version = effect.version
                 store.cursor = effect.cursor
             case ActivateVersion(version=version):
-                self.active = version
+                self.active = max(version, self.active or 0)  # an older order may come late
         return None
 
     def close(self, effect: CloseGroup) -> None:
@@ -440,7 +470,8 @@ class World:
         held = self.sums.get(effect.policy)
         if held is None or held.binding != effect.binding:
             return StateSaved(state)
-        assert effect.batch in self.store.closed_batches, "the subgraph is closed first"
+        closed = (effect.batch, effect.policy) in self.store.closed
+        assert closed, "the subgraph is closed first"
         assert set(effect.micro_batch_ids) == held.ledger, "the sum is what the records say"
         new = StateFact(
             version=effect.batch + 1,

@@ -9,12 +9,18 @@ from core.run_simulation import World
 from core.test_batch import RAISED, batch, closure_of, end, row
 from core.test_run import AGENTS, rules
 
-from flexmarl.core.batch_metrics import StepClock, TrainMeans, batch_metrics, num_groups
+from flexmarl.core.batch_metrics import (
+    StepClock,
+    TrainMeans,
+    batch_metrics,
+    num_groups,
+    reward_alarms,
+)
 from flexmarl.core.ids import SampleId
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.states import GroupStatus, SampleStatus
 from flexmarl.core.training import Training, TrainingRules
-from flexmarl.core.training_rows import Rewards, SampleFact
+from flexmarl.core.training_rows import Rewards, RunFailure, SampleFact
 
 
 def test_the_parts_of_a_step_add_up() -> None:
@@ -114,3 +120,33 @@ def test_trained_tokens_are_those_of_the_update(seed: int) -> None:
     consumed = len(world.consumed())
     assert metrics["tokens/trained"] == 3.0 * consumed
     assert metrics["tokens/sampled"] >= metrics["tokens/trained"] > 0
+
+
+ID = SampleId.parse("b000000a0-g0000-s000a0")
+
+
+def scored(**rewards: object) -> SampleFact:
+    return SampleFact(sample_id=ID, status=SampleStatus.DONE, rewards=Rewards(**rewards))
+
+
+def unscored(reason: str) -> SampleFact:
+    failure = RunFailure(reason=reason, message="no")
+    return SampleFact(sample_id=ID, status=SampleStatus.FAILED, failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("facts", "alarms"),
+    [
+        ([scored(team=0.0)] * 3, {"alarm/zero_rewards": 3.0}),
+        ([scored(team=0.0), scored(team=0.5)], {}),
+        ([scored(team=0.0, agents={"a": 0.0}, vertices={"v": 1.0})], {}),
+        ([scored(agents={"a": 0.0})], {"alarm/zero_rewards": 1.0}),
+        ([scored()], {}),
+        ([], {}),
+        ([unscored("REWARD_RAISED"), scored(team=1.0)], {"alarm/reward_failures": 1.0}),
+        ([unscored("REWARD_INVALID")] * 2, {"alarm/reward_failures": 2.0}),
+        ([unscored("WORKFLOW_RAISED")], {}),
+    ],
+)
+def test_rewards_that_a_person_should_look_at(facts, alarms) -> None:
+    assert reward_alarms(facts) == alarms

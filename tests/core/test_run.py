@@ -107,6 +107,45 @@ def test_invariants_hold_in_every_mode(mode: str, seed: int) -> None:
     world.check()
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.03]),
+    on_failure=st.sampled_from(["refill", "drop_sample"]),
+    replace_max=st.sampled_from([0, 3]),
+)
+def test_invariants_hold_when_samples_leave_policies_early(
+    seed, trouble, on_failure, replace_max
+) -> None:
+    world = World(
+        rules(on_failure=on_failure, replace_max=replace_max, scope="agent"),
+        Random(seed),
+        trouble=trouble,
+        num_slots=2,
+        agents=AGENTS,
+        choosy=True,
+    )
+    world.run()
+    world.check()
+
+
+def test_a_policy_that_no_open_sample_can_reach_is_updated_early() -> None:
+    early = 0
+    for seed in range(6):
+        world = World(
+            rules(on_failure="drop_sample", replace_max=0),
+            Random(seed),
+            trouble=0.0,
+            num_slots=2,
+            agents=AGENTS,
+            choosy=True,
+        )
+        world.run()
+        world.check()
+        early += len(world.store.early)
+    assert early > 0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_chance_makes_the_same_run(seed: int) -> None:
     worlds = [

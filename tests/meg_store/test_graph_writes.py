@@ -112,6 +112,25 @@ async def test_ended_sample_is_final(store, term):
     assert (await store.list_samples(RUN))[0].status == common.SAMPLE_STATUS_FAILED
 
 
+async def test_what_an_open_sample_has_left_only_grows_and_is_told(store, term):
+    opened = a_sample(common.SAMPLE_STATUS_OPEN)
+    left = a_sample(common.SAMPLE_STATUS_OPEN, left_policies=["p"], used_policies=["q"])
+    more = a_sample(common.SAMPLE_STATUS_OPEN, left_policies=["r"])
+    await store.write_graph(RUN, term=term, groups=[a_group()])
+    seen = []
+    # A dispatcher that was started anew admits the sample as if nothing had happened.
+    for sample in (opened, left, opened, left, more):
+        response = await store.write_graph(RUN, term=term, samples=[sample])
+        seen.extend(response.sample_outcomes)
+    assert seen == [ACCEPTED, ACCEPTED, UNCHANGED, UNCHANGED, ACCEPTED]
+    (stored,) = await store.list_samples(RUN)
+    assert list(stored.left_policies) == ["p", "r"]
+    assert list(stored.used_policies) == ["q"]
+    response = await anext(store.watch(RUN, kinds=[pb.EVENT_KIND_SAMPLE]))
+    told = [list(event.sample.left_policies) for event in response.events]
+    assert told == [[], ["p"], ["p", "r"]]
+
+
 async def test_older_term_is_refused_and_nothing_is_written(store, term):
     await store.write_graph(RUN, term=term, groups=[a_group()])
     await store.acquire_term(RUN, "orchestrator", holder="next")
@@ -133,7 +152,9 @@ async def test_closed_subgraph_takes_no_new_rows(store, term):
     mark = pb.ClosedSubgraph(batch=0, batch_attempt=0, policy="p")
     await store.close_subgraph(RUN, [mark], term=term)
     await store.close_subgraph(RUN, [mark], term=term)
-    assert await refusal(outcomes(store, term, a_vertex(1))) == "SUBGRAPH_CLOSED"
+    refused, other = await outcomes(store, term, a_vertex(1), a_vertex(2, policy="q"))
+    assert (refused, other) == (pb.WRITE_OUTCOME_SUBGRAPH_CLOSED, ACCEPTED)
+    assert await refusal(store.get_vertices(RUN, [ref(a_vertex(1))])) == "VERTEX_NOT_FOUND"
     assert await outcomes(store, term, a_vertex(0)) == [UNCHANGED]
     assert await outcomes(store, term, a_vertex(0, attempt=2)) == [DUPLICATE]
     assert await outcomes(store, term, a_vertex(1, policy="q")) == [ACCEPTED]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun
@@ -251,6 +252,21 @@ class HostStandIn:
         self.send(results=[result])
 
 
+def workers_of(cluster: Cluster) -> list[psutil.Process]:
+    """Children of the dispatcher that run user code, oldest first: workers, reward processes."""
+    root = psutil.Process(cluster.rollout_service.process.pid)
+    found = []
+    for child in root.children(recursive=True):
+        try:
+            held = any("flexmarl" in part for part in child.cmdline())
+            parent_is_zygote = child.ppid() != root.pid
+        except psutil.NoSuchProcess:
+            continue
+        if held and parent_is_zygote:
+            found.append(child)
+    return sorted(found, key=lambda child: child.create_time())
+
+
 class Services:
     """A store and a dispatcher, shared by the tests of a module; what a test killed comes back."""
 
@@ -343,13 +359,16 @@ class Cluster:
         groups: int = 1,
         samples: int = 1,
         query: Any = None,
+        queries: list[Any] | None = None,
         start: bool = True,
     ) -> list[str]:
         """Writes groups and starts their samples, as an orchestrator does."""
+        groups = groups if queries is None else len(queries)
         specs, rows = [], []
         for g in range(groups):
             group = GroupId(BatchId(batch), g)
-            text = json.dumps(query or {"n": g}).encode()
+            asked = queries[g] if queries is not None else query or {"n": g}
+            text = json.dumps(asked).encode()
             rows.append(
                 Group(
                     group_id=str(group), batch=batch, ordinal=g, query_json=text,

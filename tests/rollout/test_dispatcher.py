@@ -9,10 +9,11 @@ import signal
 import psutil
 import pytest
 import pytest_asyncio
-from rollout.dispatcher_harness import Cluster, Services
+from rollout.dispatcher_harness import Cluster, Services, workers_of
 from rollout.worker_harness import run_config, write_model, write_team
 
 from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import ClosedSubgraph
 from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
 from flexmarl.client.errors import FlexMarlError, UnavailableError
 from flexmarl.client.rollout import RolloutClient
@@ -251,20 +252,6 @@ async def test_older_terms_and_other_runs_are_refused(make, tmp_path):
         await cluster.rollout.open_run(cluster.run_id, term=newer, shards=cluster.shards)
 
 
-def workers_of(cluster: Cluster) -> list[psutil.Process]:
-    root = psutil.Process(cluster.rollout_service.process.pid)
-    found = []
-    for child in root.children(recursive=True):
-        try:
-            held = any("flexmarl" in part for part in child.cmdline())
-            parent_is_zygote = child.ppid() != root.pid
-        except psutil.NoSuchProcess:
-            continue
-        if held and parent_is_zygote:
-            found.append(child)
-    return found
-
-
 async def test_a_killed_worker_goes_on_from_what_is_stored(make, tmp_path):
     async with make() as cluster:
         await opened(cluster, tmp_path)
@@ -282,8 +269,8 @@ async def test_a_killed_worker_goes_on_from_what_is_stored(make, tmp_path):
         await cluster.until(lambda s: s.queues["q"].num_running == 8)
         before = {r.attempt_id.partition("#")[0] for r in host.requests}
         # A worker of an earlier test's run may be ending still.
-        await cluster.until(lambda _: len(workers_of(cluster)) == 1)
-        (worker,) = workers_of(cluster)
+        await cluster.until(lambda _: len(workers_of(cluster)) == 2)
+        worker, _ = workers_of(cluster)
         os.kill(worker.pid, signal.SIGKILL)
         await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
         host.answer = lambda request: [1, 2]
@@ -314,18 +301,191 @@ async def test_a_sample_that_kills_its_workers_fails_by_name_and_spares_others(m
         assert ids[2] in failure.message
 
 
-async def test_a_reward_that_never_returns_fails_its_sample_only(make, tmp_path):
+HANGING = {
+    "sleeps": "__import__('time').sleep(99)",
+    # Holds the interpreter's lock: nothing in its own process could end it.
+    "holds the lock": "__import__('re').match('(a+)+$', 'a' * 64 + 'b')",
+}
+
+
+@pytest.mark.parametrize("how", HANGING)
+async def test_a_reward_that_never_returns_fails_its_sample_only(make, tmp_path, how):
     source = TEAM.replace(
-        "    return {", "    if sample.query['n'] == 1: __import__('time').sleep(99)\n    return {"
+        "    return {", f"    if sample.query['n'] == 1: {HANGING[how]}\n    return {{"
     )
     async with make(source, workflow={"reward_timeout_s": 0.6}) as cluster:
         await opened(cluster, tmp_path)
         ids = await cluster.admit(0, groups=3)
-        await cluster.until_ended()
+        status = await cluster.until_ended()
         samples = await cluster.samples()
         assert [samples[i].status for i in ids] == [DONE, FAILED, DONE]
         assert samples[ids[1]].failure.reason == "REWARD_RAISED"
-        assert "reward team:reward" in samples[ids[1]].failure.message
+        assert "reward team:reward did not return" in samples[ids[1]].failure.message
+        counters = status.counters
+        assert (counters["rewards"], counters["reward_failures"]) == (3, 1)
+        assert counters["reward_process_deaths"] == 1
+        assert counters["worker_deaths"] == 0
+
+
+async def test_a_reward_that_ends_its_process_fails_its_sample_only(make, tmp_path):
+    source = TEAM.replace(
+        "    return {", "    if sample.query['n'] == 1: __import__('os')._exit(5)\n    return {"
+    )
+    async with make(source) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0, groups=4)
+        await cluster.until_ended()
+        samples = await cluster.samples()
+        assert [samples[i].status for i in ids] == [DONE, FAILED, DONE, DONE]
+        assert "ended its process 2 times (exit code 5)" in samples[ids[1]].failure.message
+
+
+async def test_a_killed_reward_process_is_replaced_and_its_samples_are_scored_again(make, tmp_path):
+    source = TEAM.replace(
+        "    return {",
+        "    while not __import__('pathlib').Path(sample.query['go']).exists(): pass\n    return {",
+    )
+    async with make(source) as cluster:
+        await opened(cluster, tmp_path)
+        go = tmp_path / "go"
+        ids = await cluster.admit(0, groups=3, query={"go": str(go)})
+        await cluster.until(lambda s: s.counters["vertices"] == 12)
+        _, scorer = workers_of(cluster)
+        os.kill(scorer.pid, signal.SIGKILL)
+        await cluster.until(lambda s: s.counters["reward_process_deaths"] == 1)
+        go.touch()
+        status = await cluster.until_ended()
+        samples = await cluster.samples()
+        assert [samples[i].status for i in ids] == [DONE] * 3
+        assert status.counters["reward_failures"] == 0
+
+
+LEAVING = """
+from pathlib import Path
+async def team(ctx, query):
+    first = await ctx.call("plan", text="a")
+    ctx.last("plan")
+    await ctx.tool("wait", path=query["go"])
+    return await ctx.call("work", text=first)
+
+async def wait(path):
+    import asyncio
+    while not Path(path).exists():
+        await asyncio.sleep(0.01)
+
+def reward(sample):
+    return 1.0
+"""
+
+
+async def left_row(cluster: Cluster, sample_id: str):
+    for _ in range(500):
+        row = (await cluster.samples())[sample_id]
+        if row.left_policies:
+            return row
+        await asyncio.sleep(0.02)
+    raise AssertionError("it has left nothing")
+
+
+async def test_what_a_sample_has_left_is_in_its_row_while_it_is_open(make, tmp_path):
+    async with make(LEAVING, workflow={"tools": {"wait": "team:wait"}}) as cluster:
+        await opened(cluster, tmp_path)
+        go = tmp_path / "go"
+        (sample_id,) = await cluster.admit(0, query={"go": str(go)})
+        await cluster.until(lambda s: s.counters["vertices"] == 1)
+        row = await left_row(cluster, sample_id)
+        assert row.status == common_pb2.SAMPLE_STATUS_OPEN
+        assert (list(row.left_policies), list(row.used_policies)) == (["p"], ["p"])
+        # A newer dispatcher admits it as if nothing had happened: it stays in the row.
+        port = cluster.rollout_service.port
+        cluster.rollout_service.kill()
+        await cluster.rollout_service.start(port=port)
+        await cluster.open()
+        await cluster.activate(0)
+        await cluster.start(cluster.specs)
+        await cluster.until(lambda s: s.counters["replayed"] == 1)
+        assert list((await cluster.samples())[sample_id].left_policies) == ["p"]
+        go.touch()
+        await cluster.until_ended()
+        row = (await cluster.samples())[sample_id]
+        assert (row.status, list(row.used_policies)) == (DONE, ["p", "q"])
+
+
+async def test_a_call_of_a_policy_that_is_closed_fails_its_sample_by_name(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        mark = ClosedSubgraph(batch=0, policy="q")
+        await cluster.store.close_subgraph(cluster.run_id, [mark], term=cluster.term)
+        ids = await cluster.admit(0, groups=2)
+        status = await cluster.until_ended()
+        assert "fatal" not in {field.name for field, _ in status.ListFields()}
+        samples = await cluster.samples()
+        for sample_id in ids:
+            assert samples[sample_id].status == FAILED
+            assert samples[sample_id].failure.reason == "SUBGRAPH_CLOSED"
+            assert "'work'" in samples[sample_id].failure.message
+            graph = await cluster.graph(sample_id)
+            assert [v.meta.path for v in graph.vertices] == ["0:0"]
+
+
+ONCE = """
+from pathlib import Path
+def pay(folder):
+    log = Path(folder) / "paid"
+    log.write_text(log.read_text() + "x" if log.exists() else "x")
+    while not (Path(folder) / "go").exists():
+        __import__("time").sleep(0.01)
+    return len(log.read_text())
+
+async def team(ctx, query):
+    paid = await ctx.tool("pay", folder=query["folder"], once=query["once"])
+    return await ctx.call("plan", text=paid)
+
+def reward(sample):
+    return float(sample.output.text != "")
+"""
+
+
+@pytest.mark.parametrize("once", [True, False])
+async def test_a_tool_that_runs_once_is_not_called_again_by_a_repeated_run(make, tmp_path, once):
+    async with make(ONCE, workflow={"tools": {"pay": "team:pay"}}) as cluster:
+        await opened(cluster, tmp_path)
+        query = {"folder": str(tmp_path), "once": once}
+        (sample_id,) = await cluster.admit(0, query=query)
+        paid = tmp_path / "paid"
+        await cluster.until(lambda _: paid.exists() and paid.read_text() == "x")
+        worker, _ = workers_of(cluster)
+        os.kill(worker.pid, signal.SIGKILL)
+        await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
+        (tmp_path / "go").touch()
+        await cluster.until_ended()
+        row = (await cluster.samples())[sample_id]
+        if once:
+            assert (row.status, row.failure.reason) == (FAILED, "TOOL_RAISED")
+            assert paid.read_text() == "x"
+        else:
+            assert row.status == DONE
+            assert paid.read_text() == "xx"
+
+
+async def test_a_tools_stored_result_is_not_made_again(make, tmp_path):
+    async with make(ONCE, workflow={"tools": {"pay": "team:pay"}}) as cluster:
+        (tmp_path / "go").touch()
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda r: None
+        (sample_id,) = await cluster.admit(0, query={"folder": str(tmp_path), "once": True})
+        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        worker, _ = workers_of(cluster)
+        os.kill(worker.pid, signal.SIGKILL)
+        await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
+        host.answer = lambda r: [1, 2]
+        status = await cluster.until_ended()
+        assert status.counters["replayed"] == 2
+        assert (await cluster.samples())[sample_id].status == DONE
+        assert (tmp_path / "paid").read_text() == "x"
+        graph = await cluster.graph(sample_id)
+        assert [v.meta.path for v in graph.vertices] == ["0:0", "0:1", "0:__once__0"]
 
 
 async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):

@@ -10,12 +10,12 @@ from rollout.worker_harness import (
     EOS,
     PRELOAD,
     SAMPLE,
+    Bench,
     WorkerHarness,
     run_config,
     spec,
     text_of,
     tokens_of,
-    write_model,
     write_team,
 )
 
@@ -42,37 +42,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def children():
     async with Children(preload=PRELOAD) as owner:
         yield owner
-
-
-class Bench:
-    """Starts workers on one module text."""
-
-    def __init__(self, children, tmp_path) -> None:
-        self.children = children
-        self.tmp_path = tmp_path
-        self.count = 0
-
-    async def worker(self, source: str, **config) -> WorkerHarness:
-        worker, ready = await self.try_worker(source, **config)
-        assert not ready.HasField("failure"), ready.failure
-        return worker
-
-    async def try_worker(self, source: str, *, max_context=64, chat_template=None, **config):
-        self.count += 1
-        model = write_model(
-            self.tmp_path / f"model{self.count}",
-            max_context=max_context,
-            chat_template=chat_template,
-        )
-        package = write_team(self.tmp_path / f"package{self.count}", source)
-        worker = await WorkerHarness.start(self.children, self.tmp_path, f"w{self.count}")
-        ready = await worker.set_up(run_config(model, package, **config), package)
-        return worker, ready
-
-    async def one(self, source: str, *, query=None, answer=None, **config):
-        worker = await self.worker(source, **config)
-        ends = await worker.run(WorkerSample(spec=spec(query=query)), answer=answer)
-        return worker, ends[SAMPLE]
 
 
 @pytest.fixture
@@ -312,7 +281,7 @@ async def test_cancelling_a_sample_cuts_its_calls(bench):
             ["'ecko'"],
         ),
         ("await ctx.tool('nope')", "UNKNOWN_AGENT", ["tool('nope')", "none"]),
-        ("ctx.last('echo')", "NOT_BUILT", ["ctx.last('echo')"]),
+        ("ctx.last('ecko')", "UNKNOWN_AGENT", ["ctx.last('ecko')", "its agents: echo"]),
         ("1 / 0", "WORKFLOW_RAISED", ["ZeroDivisionError", "team.py:3 in team", "team:team"]),
         (
             "async with __import__('asyncio').TaskGroup() as g:\n"
@@ -562,30 +531,32 @@ async def test_async_rewards_have_a_deadline(bench):
     assert "TimeoutError: mine" in end.failure.message
 
 
-@pytest.mark.parametrize(
-    ("source", "workflow", "word"),
-    [
-        (
-            "import time\nasync def team(c, q): pass\ndef reward(s): time.sleep(60)\n",
-            {"reward_timeout_s": 0.5},
-            "reward team:reward",
-        ),
-        (
-            "import time\nasync def team(c, q): time.sleep(60)\n" + REWARD,
-            {"sample_timeout_s": 0.5},
-            "without await",
-        ),
-    ],
-)
-async def test_user_code_that_holds_the_loop_ends_its_worker_and_is_named(
-    bench, tmp_path, source, workflow, word
-):
-    worker = await bench.worker(source, workflow=workflow)
+async def test_a_workflow_that_holds_the_loop_ends_its_worker_and_is_named(bench, tmp_path):
+    source = "import time\nasync def team(c, q): time.sleep(60)\n" + REWARD
+    worker = await bench.worker(source, workflow={"sample_timeout_s": 0.5})
     await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
     assert await worker.child.wait(timeout_s=20) == EXIT_STUCK
     report = json.loads((tmp_path / "w1.json").read_text())
     assert report["sample_id"] == SAMPLE
-    assert word in report["message"]
+    assert "without await" in report["message"]
+
+
+async def test_a_workflow_that_takes_too_much_memory_ends_its_worker_and_is_named(bench, tmp_path):
+    source = (
+        """
+import time
+async def team(ctx, query):
+    held = [bytearray(16 << 20) for _ in range(40)]
+    time.sleep(30)
+"""
+        + REWARD
+    )
+    worker = await bench.worker(source, workflow={"worker_memory_mib": 512})
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
+    assert await worker.child.wait(timeout_s=20) == EXIT_STUCK
+    report = json.loads((tmp_path / "w1.json").read_text())
+    assert report["sample_id"] == SAMPLE
+    assert "workflow.worker_memory_mib = 512" in report["message"]
 
 
 async def test_outputs_with_lone_surrogates_are_stored(bench):

@@ -17,6 +17,9 @@ from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     AgentCall,
     CallAnswer,
+    RewardCommand,
+    RewardEvent,
+    RewardJob,
     SampleEnd,
     WorkerCommand,
     WorkerEvent,
@@ -31,7 +34,7 @@ ALPHABET = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", ">", ",", ".", "<eos>"
 EOS = ALPHABET.index("<eos>")
 SAMPLE = "b000000a0-g0000-s000a0"
 
-PRELOAD = ("flexmarl.rollout.worker.main",)
+PRELOAD = ("flexmarl.rollout.worker.main", "flexmarl.rollout.worker.reward_process")
 
 
 def write_model(folder: Path, *, max_context: int = 64, chat_template: str | None = None) -> Path:
@@ -118,15 +121,22 @@ class WorkerHarness:
         calls: Calls that came, in order.
         tools: Tool vertices that came.
         cut: Vertices that were cut.
+        left: Policies that samples have left, by sample id.
+        stored_before: What tools shall find stored already, by path.
         ends: Ends by sample id.
         stored: Vertex rows by sample id, as the dispatcher would have stored them.
     """
 
-    def __init__(self, child: ChildProcess) -> None:
+    def __init__(self, child: ChildProcess, children: Children) -> None:
         self.child = child
+        self._children = children
+        self._setup = WorkerSetup()
+        self._reward_child: ChildProcess | None = None
         self.calls: list[AgentCall] = []
         self.tools: list[Vertex] = []
         self.cut: list[str] = []
+        self.left: dict[str, list[str]] = {}
+        self.stored_before: dict[str, bytes] = {}
         self.ends: dict[str, SampleEnd] = {}
         self.stored: dict[str, list[Vertex]] = {}
 
@@ -137,7 +147,7 @@ class WorkerHarness:
             {"report": str(tmp_path / f"{name}.json"), "log": {"level": "warning"}},
             name=name,
         )
-        return cls(child)
+        return cls(child, children)
 
     async def send(self, command: WorkerCommand) -> None:
         await self.child.link.send(command.SerializeToString())
@@ -150,15 +160,37 @@ class WorkerHarness:
 
     async def set_up(self, config: RunConfig, package: Path) -> WorkerReady:
         paths = {name: str(policy.model.path) for name, policy in config.policies.items()}
-        await self.send(
-            WorkerCommand(
-                setup=WorkerSetup(
-                    run_id="r", workflow_path=str(package), model_paths=paths,
-                    config_json=config.model_dump_json().encode(),
-                )
-            )
+        self._setup = WorkerSetup(
+            run_id="r", workflow_path=str(package), model_paths=paths,
+            config_json=config.model_dump_json().encode(),
         )  # fmt: skip
+        await self.send(WorkerCommand(setup=self._setup))
         return (await self.recv()).ready
+
+    async def score(self, end: SampleEnd) -> None:
+        """Has a finished sample scored by a reward process, as the dispatcher does."""
+        job = RewardJob(sample_id=end.sample_id, job_json=end.reward_job)
+        command = RewardCommand(jobs=[job])
+        if self._reward_child is None:
+            self._reward_child = await self._children.spawn_preloaded(
+                "flexmarl.rollout.worker.reward_process:run",
+                {"log": {"level": "warning"}},
+                name=f"{self.child.name}-reward",
+            )
+            command.setup.CopyFrom(self._setup)
+        link = self._reward_child.link
+        await link.send(command.SerializeToString())
+        while True:
+            async with asyncio.timeout(20):
+                frame = await link.recv()
+            assert frame is not None, "the reward process ended"
+            for result in RewardEvent.FromString(frame).results:
+                if result.HasField("failure"):
+                    end.status = common_pb2.SAMPLE_STATUS_FAILED
+                    end.failure.CopyFrom(result.failure)
+                else:
+                    end.rewards.CopyFrom(result.rewards)
+                return
 
     async def run(
         self,
@@ -180,6 +212,15 @@ class WorkerHarness:
             await self.step(answer)
         return {sample_id: self.ends[sample_id] for sample_id in sample_ids}
 
+    def store(self, call: AgentCall, answer: CallAnswer) -> None:
+        """Keeps the row of an answered call."""
+        self.stored.setdefault(call.sample_id, []).append(stored_row(call, answer))
+
+    def stored_row_of(self, path: str, sample_id: str = SAMPLE) -> Vertex:
+        """The kept row of a call."""
+        (row,) = (row for row in self.stored[sample_id] if row.meta.path == path)
+        return row
+
     async def step(self, answer: Callable[[AgentCall], CallAnswer | None]) -> None:
         """One frame in, one frame out."""
         event = await self.recv()
@@ -187,18 +228,61 @@ class WorkerHarness:
         for vertex in event.tools:
             self.tools.append(vertex)
             self.stored.setdefault(vertex.meta.sample_id, []).append(vertex)
+            before = self.stored_before.get(vertex.meta.path)
+            reply.answers.append(
+                CallAnswer(
+                    vertex_id=vertex.meta.vertex_id,
+                    stored_before=before is not None,
+                    output=before or b"",
+                )
+            )
         for call in event.calls:
             self.calls.append(call)
             answered = answer(call)
             if answered is not None:
                 answered.vertex_id = call.vertex_id
                 reply.answers.append(answered)
-                self.stored.setdefault(call.sample_id, []).append(stored_row(call, answered))
+                self.store(call, answered)
         self.cut.extend(event.cancelled_vertex_ids)
+        for left in event.left:
+            self.left[left.sample_id] = list(left.policies)
         for end in event.ends:
+            if end.reward_job:
+                await self.score(end)
             self.ends[end.sample_id] = end
         if reply.answers:
             await self.send(reply)
+
+
+class Bench:
+    """Starts workers on one module text."""
+
+    def __init__(self, children, tmp_path) -> None:
+        self.children = children
+        self.tmp_path = tmp_path
+        self.count = 0
+
+    async def worker(self, source: str, **config) -> WorkerHarness:
+        worker, ready = await self.try_worker(source, **config)
+        assert not ready.HasField("failure"), ready.failure
+        return worker
+
+    async def try_worker(self, source: str, *, max_context=64, chat_template=None, **config):
+        self.count += 1
+        model = write_model(
+            self.tmp_path / f"model{self.count}",
+            max_context=max_context,
+            chat_template=chat_template,
+        )
+        package = write_team(self.tmp_path / f"package{self.count}", source)
+        worker = await WorkerHarness.start(self.children, self.tmp_path, f"w{self.count}")
+        ready = await worker.set_up(run_config(model, package, **config), package)
+        return worker, ready
+
+    async def one(self, source: str, *, query=None, answer=None, **config):
+        worker = await self.worker(source, **config)
+        ends = await worker.run(WorkerSample(spec=spec(query=query)), answer=answer)
+        return worker, ends[SAMPLE]
 
 
 def stored_row(call: AgentCall, answer: CallAnswer) -> Vertex:
@@ -209,6 +293,7 @@ def stored_row(call: AgentCall, answer: CallAnswer) -> Vertex:
             vertex_id=call.vertex_id, sample_id=call.sample_id, path=call.path, agent=call.agent,
             kind=common_pb2.VERTEX_KIND_AGENT, input_hash=call.input_hash,
             finish_reason=answer.finish_reason, failure=answer.failure if failed else None,
+            finished_unix_ns=answer.finished_unix_ns,
             status=common_pb2.VERTEX_STATUS_FAILED if failed else common_pb2.VERTEX_STATUS_DONE,
         ),
         payload=VertexPayload(prompt_tokens=call.prompt_tokens, response_tokens=answer.tokens),

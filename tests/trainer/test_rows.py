@@ -99,3 +99,38 @@ def test_many_bad_rows_are_counted():
     with pytest.raises(DomainError, match="v0, v1, v2, v3, v4 and 3 more") as caught:
         pack(*bad)
     assert caught.value.metadata["vertex_ids"].count(",") == 7
+
+
+def turn(name: str, prompt: list[int], response: list[int], *, into: str = "", advantage=0.5):
+    made = vertex(name, prompt=prompt, response=response)
+    made.meta.merged_into = into
+    made.meta.advantage = advantage
+    made.payload.logprobs[:] = [-float(token) for token in response]
+    return made
+
+
+def test_turns_of_a_chain_are_one_row_that_marks_what_was_sampled():
+    # Cases D1, D7: lengths agree, nothing is cut, what stands between the turns is not trained on.
+    packed = pack(
+        turn("a", [1, 2], [3, 4], into="c", advantage=0.25),
+        turn("b", [1, 2, 3, 4, 9], [5], into="c", advantage=-1.0),
+        turn("c", [1, 2, 3, 4, 9, 5, 8, 7], [6, 6], advantage=2.0),
+        turn("alone", [4], [2]),
+    )
+    command = packed.command
+    tokens = [1, 2, 3, 4, 9, 5, 8, 7, 6, 6, 4, 2]
+    assert np.frombuffer(command.tokens, "<i4").tolist() == tokens
+    assert np.frombuffer(command.prompt_lengths, "<i4").tolist() == [2, 1]
+    assert np.frombuffer(command.response_lengths, "<i4").tolist() == [8, 1]
+    assert list(command.sampled) == [1, 1, 0, 1, 0, 0, 1, 1, 1]
+    logprobs = [-3.0, -4.0, 0.0, -5.0, 0.0, 0.0, -6.0, -6.0, -2.0]
+    assert np.frombuffer(command.logprobs, "<f8").tolist() == logprobs
+    advantages = [0.25, 0.25, 0.0, -1.0, 0.0, 0.0, 2.0, 2.0, 0.5]
+    assert np.frombuffer(command.token_advantages, "<f8").tolist() == advantages
+    assert (packed.counts.num_rows, packed.counts.num_tokens) == (2, 6)
+
+
+def test_a_chain_that_does_not_go_on_is_refused():
+    with pytest.raises(DomainError, match="row a: the last turn of its chain") as caught:
+        pack(turn("a", [1], [2], into="b"), turn("b", [1, 3, 4], [5]))
+    assert caught.value.reason is ErrorReason.INVALID_ARGUMENT

@@ -22,6 +22,7 @@ from flexmarl.core.advantages import (
     group_advantages,
     whiten_batch,
 )
+from flexmarl.core.chains import chained, folded
 from flexmarl.core.closure import (
     CancelRest,
     Close,
@@ -36,6 +37,7 @@ from flexmarl.core.closure import (
     redundant_ordinals,
 )
 from flexmarl.core.ids import BatchId, GroupId, SampleId
+from flexmarl.core.reach import group_reaches
 from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, GroupSpec, ReadRows
 from flexmarl.core.run_events import StoredGroup
 from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
@@ -73,7 +75,7 @@ class GroupState:
     """A group, its samples, and how it ends.
 
     `attempts` and `current` hold the newest attempt of each sample and its status, by ordinal;
-    `samples` holds every attempt that ended, by id.
+    `samples` holds every attempt that ended, by id; `leaving` what open attempts told, by id.
     """
 
     spec: GroupSpec
@@ -82,6 +84,7 @@ class GroupState:
     attempts: dict[int, int] = field(default_factory=dict)
     current: dict[int, SampleStatus] = field(default_factory=dict)
     samples: dict[str, SampleFact] = field(default_factory=dict)
+    leaving: dict[str, SampleFact] = field(default_factory=dict)
     decision: Close | Drop | None = None
     cancelled: bool = False
     status: GroupStatus = GroupStatus.OPEN
@@ -104,6 +107,16 @@ class GroupState:
         """Status of a sample attempt; one that nothing was heard of is open."""
         fact = self.samples.get(sample_id)
         return SampleStatus.OPEN if fact is None else fact.status
+
+    def newest(self) -> list[SampleFact]:
+        """What is known of the newest attempt of each sample."""
+        facts = []
+        for ordinal in self.current:
+            sample_id = self.sample_id(ordinal)
+            text = str(sample_id)
+            fact = self.samples.get(text) or self.leaving.get(text)
+            facts.append(fact or SampleFact(sample_id=sample_id, status=SampleStatus.OPEN))
+        return facts
 
 
 class BatchGroups:
@@ -141,6 +154,8 @@ class BatchGroups:
         self._held: dict[str, CloseGroup] = {}
         self._to_replace: list[str] = []
         self._admitting = False
+        self._left: set[str] = set()
+        self._reaching: dict[str, str] = {}
 
     # What is known
 
@@ -194,6 +209,20 @@ class BatchGroups:
         facts = (fact for group in self.groups.values() for fact in group.samples.values())
         return next((fact.failure for fact in facts if fact.failure is not None), None)
 
+    def is_left(self, policy: str) -> bool:
+        """Whether no row of a policy can come any more, and none waits for its group's end."""
+        if policy not in self._left or self._to_replace:
+            return self.all_terminal
+        # Asked after every event: as long as the group that stood against it does, nothing changes.
+        known = self.groups.get(self._reaching.get(policy, ""))
+        if known is not None and self._reaches(known, policy):
+            return False
+        reaching = next((g for g in self.groups.values() if self._reaches(g, policy)), None)
+        if reaching is None:
+            return True
+        self._reaching[policy] = reaching.spec.group_id
+        return False
+
     def leftover_reason(self, row: Row) -> VoidReason:
         """Why a row that came after its group had ended is not trained on."""
         group = self.groups.get(str(SampleId.parse(row.sample_id).group))
@@ -235,7 +264,12 @@ class BatchGroups:
         """The store told of a sample; news of other batches or from before is left aside."""
         sample_id, text = fact.sample_id, str(fact.sample_id)
         group = self.groups.get(str(sample_id.group))
-        if group is None or text in group.samples or fact.status is SampleStatus.OPEN:
+        if group is None or text in group.samples:
+            return
+        if fact.status is SampleStatus.OPEN:
+            if fact.left:
+                group.leaving[text] = fact
+                self._left |= fact.left
             return
         group.samples[text] = fact
         ordinal, attempt = sample_id.ordinal, sample_id.attempt
@@ -271,7 +305,7 @@ class BatchGroups:
         group = self.groups[effect.group_id]
         self._end(group, effect.status, released=len(effect.released))
         self._due[effect.group_id] = None
-        return tuple(item.row for item in effect.released)
+        return tuple(folded(item.row for item in effect.released))
 
     def due(self) -> list[AdmitGroups | CancelSamples | ReadRows | CloseGroup]:
         """What the batch needs now, and the groups that something happened to."""
@@ -291,7 +325,7 @@ class BatchGroups:
         if self._held and self._whole_batch_known():
             self._closures.extend(self._whitened())
             self._held.clear()
-        effects.extend(self._closures)
+        effects.extend(replace(c, released=chained(c.released)) for c in self._closures)
         self._closures.clear()
         # One write at a time: a crash between two could leave a gap, and its query untaken.
         if self._to_replace and not self._admitting:
@@ -305,6 +339,15 @@ class BatchGroups:
         return due
 
     # How it is done
+
+    def _reaches(self, group: GroupState, policy: str) -> bool:
+        return group.stage is not GroupStage.TERMINAL and group_reaches(
+            policy,
+            group.newest(),
+            num_wanted=self._rules.samples_per_group,
+            rules=self._rules.closure,
+            replaced=self._replaced,
+        )
 
     def _end(self, group: GroupState, status: GroupStatus, *, released: int) -> None:
         group.stage = GroupStage.TERMINAL

@@ -49,7 +49,9 @@ class BatchEnd:
             return
         self.busy = True
         number = batch.batch.batch
-        non_finite = [row for record in self._non_finite() for row in record.rows]
+        non_finite = [
+            v for record in self._non_finite() for row in record.rows for v in row.vertices
+        ]
         if non_finite:
             # From here on they must not come into a sum, even if their trainer is lost meanwhile.
             for record in self._non_finite():

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 
 from flexmarl.core.advantages import row_reward
 from flexmarl.core.batch import BatchGroups, GroupState
+from flexmarl.core.errors import ErrorReason
 from flexmarl.core.policy_training import RecordStage
 from flexmarl.core.states import GroupStatus, SampleStatus
 from flexmarl.core.training import Training
-from flexmarl.core.training_rows import SampleFact
+from flexmarl.core.training_rows import Rewards, SampleFact
+
+_REWARD_FAILURES = frozenset((ErrorReason.REWARD_RAISED.value, ErrorReason.REWARD_INVALID.value))
 
 
 @dataclass(slots=True)
@@ -117,21 +120,51 @@ def batch_metrics(batch: BatchGroups, training: Training, *, step_s: float) -> d
     }
     if team:
         metrics["team_reward"] = _mean(team)
+    metrics.update(reward_alarms(facts))
     metrics.update(_means("reward/", _agent_rewards(batch)))
     metrics.update(_means("metric/", _named_metrics(done)))
     sampled = sum(row.num_response_tokens for g in batch.groups.values() for row in g.rows)
     trained = sum(
-        row.num_response_tokens
+        vertex.num_response_tokens
         for policy in training.trained
         for record in policy.records.values()
         if record.stage is RecordStage.IN_SUM
         for row in record.rows
+        for vertex in row.vertices
     )
     for name, count in (("sampled", sampled), ("trained", trained)):
         metrics[f"tokens/{name}"] = float(count)
         if step_s > 0:
             metrics[f"tokens_per_s/{name}"] = count / step_s
     return metrics
+
+
+def reward_alarms(samples: Iterable[SampleFact]) -> dict[str, float]:
+    """What a person should look at: `alarm/<name>` with a number of samples; none if all is well.
+
+    `zero_rewards`: every reward of the batch is 0, so nothing tells good from bad; a scorer that
+    finds no answer looks like this. `reward_failures`: the reward function failed on samples, which
+    then have no reward, never a 0.
+    """
+    samples = list(samples)
+    alarms: dict[str, float] = {}
+    given = [fact.rewards for fact in samples if fact.rewards is not None]
+    values = [value for rewards in given for value in _all_of(rewards)]
+    if values and not any(values):
+        alarms["alarm/zero_rewards"] = float(len(given))
+    failed = sum(
+        fact.failure is not None and fact.failure.reason in _REWARD_FAILURES for fact in samples
+    )
+    if failed:
+        alarms["alarm/reward_failures"] = float(failed)
+    return alarms
+
+
+def _all_of(rewards: Rewards) -> Iterator[float]:
+    if rewards.team is not None:
+        yield rewards.team
+    yield from rewards.agents.values()
+    yield from rewards.vertices.values()
 
 
 def num_groups(batch: BatchGroups, status: GroupStatus) -> int:

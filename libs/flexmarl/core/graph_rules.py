@@ -26,6 +26,7 @@ class WriteOutcome(StrEnum):
     ACCEPTED = "accepted"
     UNCHANGED = "unchanged"
     DUPLICATE = "duplicate"
+    SUBGRAPH_CLOSED = "subgraph_closed"
 
 
 @lru_cache(maxsize=65536)
@@ -84,32 +85,21 @@ def check_ended(vertex_id: str, status: VertexStatus) -> None:
         raise _invalid(f"vertex {vertex_id!r}: {status} has not ended, only ended ones are stored")
 
 
-def decide_vertex(
-    vertex_id: str, *, known: bool, same: bool, late: bool, subgraph_closed: bool
-) -> WriteOutcome:
+def decide_vertex(*, known: bool, same: bool, late: bool, subgraph_closed: bool) -> WriteOutcome:
     """Decides over one written vertex.
 
     Args:
-        vertex_id: For messages.
         known: A row of this id is stored.
         same: Its content is the same.
         late: Its sample or group has ended already.
-        subgraph_closed: Its (batch, policy) is closed.
-
-    Raises:
-        DomainError: SUBGRAPH_CLOSED for a row that is new there.
+        subgraph_closed: Its (batch, policy) is closed: a row that is new there is not taken, and
+            spares the other rows of its call.
     """
     if known:
         return WriteOutcome.UNCHANGED if same else WriteOutcome.DUPLICATE
     if late:
         return WriteOutcome.DUPLICATE
-    if subgraph_closed:
-        raise DomainError(
-            ErrorReason.SUBGRAPH_CLOSED,
-            f"vertex {vertex_id!r}: its policy's subgraph is closed for the batch",
-            {"vertex": vertex_id},
-        )
-    return WriteOutcome.ACCEPTED
+    return WriteOutcome.SUBGRAPH_CLOSED if subgraph_closed else WriteOutcome.ACCEPTED
 
 
 def decide_sample(

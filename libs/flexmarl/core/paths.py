@@ -13,7 +13,8 @@ from typing import Final
 ROOT_PATH: Final = "0"
 """Path of the task that runs the workflow itself."""
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_KEY = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_-]{0,55}")
+_INTENT: Final = "__once__"
 
 
 class PathNode:
@@ -52,7 +53,7 @@ class PathNode:
             return f"{self.path}:{ordinal}"
         if _KEY.fullmatch(key) is None:
             raise ValueError(
-                f"key {key!r}: use letters, digits, '-' and '_', at most 64, starting with a letter"
+                f"key {key!r}: use letters, digits, '-' and '_', at most 56, starting with a letter"
             )
         if self._keys is None:
             self._keys = set()
@@ -60,6 +61,12 @@ class PathNode:
             raise ValueError(f"key {key!r} was used before in this task; a key names one call")
         self._keys.add(key)
         return f"{self.path}:{key}"
+
+
+def intent_path(path: str) -> str:
+    """Path of the record that a call is about to be made, for calls that are made at most once."""
+    task, _, call = path.partition(":")
+    return f"{task}:{_INTENT}{call}"
 
 
 def sort_key(path: str) -> tuple[tuple[int, ...], int, str]:

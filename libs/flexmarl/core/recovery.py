@@ -11,6 +11,7 @@ them, and the ordinary rules find what is due.
 from __future__ import annotations
 
 from flexmarl.core.batch import BatchGroups
+from flexmarl.core.chains import folded
 from flexmarl.core.run_events import StoredRun
 from flexmarl.core.training import Training
 from flexmarl.core.training_rows import Row
@@ -42,10 +43,10 @@ def _restore_records(stored: StoredRun, training: Training) -> None:
         taken.update(record.vertex_ids)
         training.policies[record.policy].restore(
             record.micro_batch_id,
-            tuple(rows[vertex_id] for vertex_id in record.vertex_ids),
+            tuple(folded(rows[vertex_id] for vertex_id in record.vertex_ids)),
             voided=record.voided,
         )
     for item in stored.groups:
-        for row in item.rows:
-            if row.vertex_id in item.claimable and row.vertex_id not in taken:
-                training.policies[row.policy].queue.add((row,), group_ordinal=item.spec.ordinal)
+        free = (r for r in item.rows if r.vertex_id in item.claimable and r.vertex_id not in taken)
+        for row in folded(free):
+            training.policies[row.policy].queue.add((row,), group_ordinal=item.spec.ordinal)

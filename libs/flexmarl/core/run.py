@@ -131,7 +131,7 @@ class RunCore:
         self._failure: RunFailure | None = None
         self._stopping = False
         self._first_commit_asked = False
-        self._subgraphs_asked = False
+        self._subgraphs_asked: set[str] = set()
         self._end: BatchEnd | None = None
         self._in_flight: dict[int, tuple[Work, float]] = {}
         self._sample_heard_at = 0.0
@@ -378,10 +378,15 @@ class RunCore:
         yield from batch.due()
         if self._rollout.active == self.version:
             yield from self._start(batch.take_startable(), "they are due")
-        if batch.all_terminal and not self._subgraphs_asked:
-            self._subgraphs_asked = True
-            names = tuple(p.name for p in self.training.trained)
-            yield CloseSubgraphs(batch=batch.number, policies=names, reason="no group is open")
+        asked = self._subgraphs_asked
+        left: tuple[str, ...] = ()
+        if batch.all_terminal or self._rules.training.overlaps:
+            names = (p.name for p in self.training.trained if p.name not in asked)
+            left = tuple(name for name in names if batch.is_left(name))
+        if left:
+            asked.update(left)
+            reason = "no group is open" if batch.all_terminal else "no open group can reach it"
+            yield CloseSubgraphs(batch=batch.number, policies=left, reason=reason)
 
     def _evaluation_due(self) -> Iterator[Effect]:
         if self.evaluation is not None and self._rollout.active == self.version:
@@ -417,7 +422,7 @@ class RunCore:
         if self.version is None or self._is_last or self._stopping:
             return
         start = self.cursor
-        self._subgraphs_asked = False
+        self._subgraphs_asked.clear()
         self.batch = BatchGroups(
             BatchId(self.version),
             self._rules.batch,

@@ -24,6 +24,9 @@ class Row:
         trainable: Whether the policy is trained, so that the row must end consumed or void.
         shard: Store shard that holds it.
         finished_unix_ns: When it finished.
+        extends: Earlier vertex whose prompt and response its prompt begins with; empty if none.
+        merged_into: Last vertex of the chain that it is trained with; empty for a row of its own.
+        earlier: Of the last vertex of a chain, the others in order: they are one row with it.
     """
 
     vertex_id: str
@@ -36,11 +39,19 @@ class Row:
     trainable: bool = True
     shard: str = ""
     finished_unix_ns: int = 0
+    extends: str = ""
+    merged_into: str = ""
+    earlier: tuple[Row, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the trainer has to pass through the model."""
+        """Tokens that the trainer has to pass through the model; a chain has its last vertex's."""
         return self.num_prompt_tokens + self.num_response_tokens
+
+    @property
+    def vertices(self) -> tuple[Row, ...]:
+        """The vertices that it is made of, each of which ends consumed or void."""
+        return (*self.earlier, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +82,23 @@ class RunFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFact:
-    """One sample attempt in the state that the store holds."""
+    """One sample attempt in the state that the store holds.
+
+    Attributes:
+        sample_id: Its id.
+        status: Its state.
+        rewards: What the reward function returned, once it is done.
+        failure: Why it failed.
+        left: Policies that it will not call again, while it is open.
+        used: Policies that finished a vertex of it; known with `left` and at its end.
+    """
 
     sample_id: SampleId
     status: SampleStatus
     rewards: Rewards | None = None
     failure: RunFailure | None = None
+    left: frozenset[str] = frozenset()
+    used: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

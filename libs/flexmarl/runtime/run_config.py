@@ -6,7 +6,7 @@ Services read the resolved form from the MEG Store, so all of them see the same 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -27,14 +27,20 @@ class WorkflowConfig(_Section):
     """The workflow, "module:function": an async function of (ctx, query)."""
     reward: str
     """The reward function, "module:function": a function of the finished sample."""
+    reward_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward function."""
     tools: dict[str, str] = Field(default_factory=dict)
     """Tools by name, each "module:function"."""
     sample_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest run of one sample; then it fails."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Longest run of the reward function on one sample; then the sample fails."""
+    reward_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that run the reward function; an async one runs in the workflow's workers."""
     num_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes that run workflows."""
+    worker_memory_mib: Annotated[int, Field(ge=64)] = 4096
+    """Most memory of one worker process; one that uses more is ended and started again."""
     max_samples_per_worker: Annotated[int, Field(ge=1)] = 1024
     """Most samples in progress in one worker; further ones wait."""
 
@@ -321,6 +327,10 @@ class AgentConfig(_Section):
     """System message of chat calls."""
     chat: bool = False
     """Wrap the prompt as a user message in the model's chat template."""
+    chat_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `enable_thinking`."""
+    merge_turns: bool = False
+    """Train calls whose prompts continue one another as one row; see docs/workflow.md."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Most tokens to draw per call."""
     stop_token_ids: tuple[int, ...] = ()
@@ -473,6 +483,12 @@ class RunConfig(_Section):
                     f"agents.{name}.policy: no policy {agent.policy!r}; declared policies: {known}"
                 )
             self._check_text_rules(name, agent)
+            if agent.prompt is not None and not agent.chat and (agent.system or agent.chat_options):
+                key = "system" if agent.system else "chat_options"
+                raise ValueError(
+                    f"agents.{name}.{key}: its prompt is plain text and goes through no chat "
+                    "template; set chat = true, or write the text into the prompt"
+                )
         unused = set(self.policies) - {agent.policy for agent in self.agents.values()}
         if unused:
             raise ValueError(f"policies.{min(unused)}: no agent uses it; remove or use it")

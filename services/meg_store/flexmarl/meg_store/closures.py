@@ -138,6 +138,7 @@ def _release_and_void(rows: Rows, closure: pb.GroupClosure) -> int:
         if outcome is WriteOutcome.ACCEPTED:
             meta.reward = released.reward
             meta.advantage = released.advantage
+            meta.merged_into = released.merged_into
             rows.store(meta)
             changed += 1
     for voided in closure.voided:

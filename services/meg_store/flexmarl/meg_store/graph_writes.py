@@ -33,8 +33,10 @@ _OUTCOMES = {
     WriteOutcome.ACCEPTED: pb.WRITE_OUTCOME_ACCEPTED,
     WriteOutcome.UNCHANGED: pb.WRITE_OUTCOME_UNCHANGED,
     WriteOutcome.DUPLICATE: pb.WRITE_OUTCOME_DUPLICATE,
+    WriteOutcome.SUBGRAPH_CLOSED: pb.WRITE_OUTCOME_SUBGRAPH_CLOSED,
 }
 _OPEN = common_pb2.GROUP_STATUS_OPEN
+_SAMPLE_OPEN = common_pb2.SAMPLE_STATUS_OPEN
 _RECENT_VERTICES = 65536
 
 
@@ -68,8 +70,8 @@ class GraphWrites:
         """Decide over every row of a request.
 
         Raises:
-            DomainError: RUN_NOT_FOUND, TERM_STALE, SUBGRAPH_CLOSED, NOT_FOUND for a group that was
-                not admitted, INVALID_ARGUMENT, REWARD_INVALID, MESSAGE_TOO_LARGE,
+            DomainError: RUN_NOT_FOUND, TERM_STALE, NOT_FOUND for a group that was not admitted,
+                INVALID_ARGUMENT, REWARD_INVALID, MESSAGE_TOO_LARGE,
                 CONTENT_MISMATCH, OBJECT_NOT_FOUND.
             ValueError: An id or a value is malformed.
         """
@@ -147,7 +149,6 @@ class _Call:
         known = self._draft.get(Table.ROWS, key)
         same = known is not None and self._is_same(key, known, columns, payload)
         outcome = graph_rules.decide_vertex(
-            vertex_id,
             known=known is not None,
             same=same,
             late=not self._is_group_open(meta.group_id) or self._is_sample_over(meta.sample_id),
@@ -165,10 +166,13 @@ class _Call:
         """Decide over one sample."""
         checks.check_sample(sample)
         key = keys.join("sample", self._run_id, sample.sample_id)
+        known = self._draft.get(Table.GRAPH, key)
+        stored = None if known is None else graph_pb2.Sample.FromString(known)
+        if stored is not None and stored.status == sample.status == _SAMPLE_OPEN:
+            sample = _with_left(stored, sample)
         value = sample.SerializeToString(deterministic=True)
         checks.check_size(sample.sample_id, len(value), checks.MAX_SAMPLE_BYTES)
-        known = self._draft.get(Table.GRAPH, key)
-        old = None if known is None else graph_pb2.Sample.FromString(known).status
+        old = None if stored is None else stored.status
         outcome = graph_rules.decide_sample(
             known=None if old is None else SAMPLE_STATUS.to_core(old),
             new=SAMPLE_STATUS.to_core(sample.status),
@@ -177,7 +181,7 @@ class _Call:
         )
         if outcome is WriteOutcome.ACCEPTED:
             self._draft.put(Table.GRAPH, key, value)
-            if old != sample.status:
+            if stored is None or _is_news(stored, sample):
                 event = pb.Event(kind=pb.EVENT_KIND_SAMPLE, sample=sample)
                 self._draft.event(self._run_id, event)
         elif outcome is WriteOutcome.DUPLICATE:
@@ -206,7 +210,7 @@ class _Call:
     def _is_same(self, key: bytes, known: bytes, columns: bytes, payload: bytes) -> bool:
         if known != columns:
             stored = graph_pb2.VertexMeta.FromString(known)
-            for name in ("reward", "advantage", "void_reason", "micro_batch_id"):
+            for name in ("reward", "advantage", "void_reason", "micro_batch_id", "merged_into"):
                 stored.ClearField(name)  # what training added since
             late = set(stored.ready_columns) & set(self._entry.columns)
             late -= set(graph_pb2.VertexMeta.FromString(columns).ready_columns)
@@ -268,6 +272,23 @@ class _Call:
             self._draft.get(Table.ROWS, keys.row(self._run_id, agent, vertex_id)) is not None
             for agent in sorted(self._entry.agents)
         )
+
+
+def _with_left(stored: graph_pb2.Sample, written: graph_pb2.Sample) -> graph_pb2.Sample:
+    """An open sample's row: what it has left and used only grows.
+
+    A sample that is admitted again, by a dispatcher that knows nothing of it yet, changes nothing.
+    """
+    row = graph_pb2.Sample()
+    row.CopyFrom(stored)
+    for name in ("left_policies", "used_policies"):
+        known = getattr(row, name)
+        known.extend(policy for policy in getattr(written, name) if policy not in known)
+    return row
+
+
+def _is_news(stored: graph_pb2.Sample, row: graph_pb2.Sample) -> bool:
+    return row.status != stored.status or len(row.left_policies) > len(stored.left_policies)
 
 
 def closed_key(run_id: str, batch: int, batch_attempt: int, policy: str) -> bytes:

@@ -52,7 +52,8 @@ def check_meta(meta: graph_pb2.VertexMeta) -> None:
         raise ValueError(f"vertex {vertex_id!r}: kind is missing")
     if meta.status not in _ENDED:
         graph_rules.check_ended(vertex_id, VERTEX_STATUS.to_core(meta.status))
-    if meta.HasField("reward") or meta.HasField("advantage") or meta.micro_batch_id:
+    trained = meta.micro_batch_id or meta.merged_into
+    if meta.HasField("reward") or meta.HasField("advantage") or trained:
         raise ValueError(f"vertex {vertex_id!r}: reward, advantage and mark come after its end")
     if meta.void_reason != common_pb2.VOID_REASON_UNSPECIFIED:
         raise ValueError(f"vertex {vertex_id!r}: rows are voided by CloseGroups or VoidRows")

@@ -83,6 +83,9 @@ class Accounts:
         step = self._context.clock.parts(now)
         step_s = step["step_s"]
         numbers = batch_metrics(batch, self._core.training, step_s=step_s)
+        alarms = {name: value for name, value in numbers.items() if name.startswith("alarm/")}
+        if alarms:
+            _log.warning("reward_alarm", run=self._context.run_id, batch=batch.number, **alarms)
         evaluation = self._core.evaluation
         evaluated = {} if evaluation is None else evaluation.metrics()
         self._numbers = {**step, **numbers, **self._training_numbers(), **evaluated}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -61,6 +62,8 @@ def sample_fact(sample: graph_pb2.Sample) -> SampleFact:
         status=SAMPLE_STATUS.to_core(sample.status),
         rewards=rewards,
         failure=failure_of(sample.failure) if sample.HasField("failure") else None,
+        left=frozenset(sample.left_policies),
+        used=frozenset(sample.used_policies),
     )
 
 
@@ -77,7 +80,14 @@ def row_of(meta: graph_pb2.VertexMeta, *, shard: str) -> Row:
         trainable=meta.trainable,
         shard=shard,
         finished_unix_ns=meta.finished_unix_ns,
+        extends=meta.extends_vertex_id,
+        merged_into=meta.merged_into,
     )
+
+
+def vertex_refs(rows: Iterable[Row]) -> list[common_pb2.VertexRef]:
+    """References to the vertices that rows are made of."""
+    return [row_ref(vertex) for row in rows for vertex in row.vertices]
 
 
 def row_ref(row: Row) -> common_pb2.VertexRef:
@@ -111,7 +121,10 @@ def closure_of(effect: CloseGroup) -> store_pb.GroupClosure:
         drop_reason=reason,
         released=[
             store_pb.ReleasedRow(
-                row=row_ref(item.row), reward=item.reward, advantage=item.advantage
+                row=row_ref(item.row),
+                reward=item.reward,
+                advantage=item.advantage,
+                merged_into=item.row.merged_into,
             )
             for item in effect.released
         ],

@@ -33,7 +33,7 @@ from flexmarl.orchestrator.convert import (
     cursor_message,
     policy_manifest,
     row_of,
-    row_ref,
+    vertex_refs,
     voided_by_reason,
     voided_row,
 )
@@ -98,7 +98,7 @@ class StoreEffects:
             micro_batch_id=effect.micro_batch_id,
             policy=effect.policy,
             batch=effect.batch,
-            rows=[row_ref(row) for row in effect.rows],
+            rows=vertex_refs(effect.rows),
             term=context.term,
             num_tokens=sum(row.num_tokens for row in effect.rows),
             created_unix_ns=time.time_ns(),

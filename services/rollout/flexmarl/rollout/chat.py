@@ -7,15 +7,18 @@ clock, so that the same messages make the same prompt on every day (replay compa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flexmarl.core.errors import DomainError, ErrorReason
+
+_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -36,8 +39,21 @@ class ChatTemplate:
         """Whether the folder has a template."""
         return self._source is not None
 
-    def render(self, messages: list[dict[str, Any]], *, agent: str) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        agent: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = _NO_OPTIONS,
+    ) -> str:
         """Text of a conversation that the model is to continue.
+
+        Args:
+            messages: The conversation.
+            agent: For messages.
+            tools: JSON schemas of the tools that the model is offered.
+            options: Further variables of the template, such as `enable_thinking`.
 
         Raises:
             DomainError: MODEL_INVALID, there is no template or it is broken; INVALID_ARGUMENT, it
@@ -52,9 +68,9 @@ class ChatTemplate:
         try:
             if self._template is None:
                 self._template = _environment().from_string(self._source)
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._special
-            )
+            offered = None if tools is None else list(tools)
+            values = {**self._special, **options, "messages": messages, "tools": offered}
+            return self._template.render(add_generation_prompt=True, **values)
         except jinja2.TemplateSyntaxError as error:
             raise DomainError(
                 ErrorReason.MODEL_INVALID,

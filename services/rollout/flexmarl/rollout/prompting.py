@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.chat import ChatTemplate
+from flexmarl.rollout.turns import SampledTurn, conversation_tokens
+from flexmarl.rollout.workflow import Output
 from flexmarl.runtime.run_config import AgentConfig, RunConfig
 
 _MAX_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
@@ -103,7 +105,7 @@ class ModelText:
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of sampled tokens, special ones left out."""
+        """Text of tokens, special ones left out."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -137,9 +139,20 @@ class Agent:
     max_context: int | None
 
     def prompt(
-        self, args: Mapping[str, Any], messages: Iterable[Mapping[str, Any]] | None
+        self,
+        args: Mapping[str, Any],
+        messages: Iterable[Mapping[str, Any]] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_own: Callable[[Output], bool] = lambda _: False,
     ) -> list[int]:
         """Token ids of the prompt of a call.
+
+        Args:
+            args: Values of the template's placeholders.
+            messages: The conversation, instead.
+            tools: JSON schemas of tools, for the chat template.
+            is_own: Whether an output was sampled by this agent's model.
 
         Raises:
             TypeError: The arguments do not fit the template.
@@ -151,25 +164,45 @@ class Agent:
                     f"agent {self.name!r}: pass messages or the template's arguments, not both "
                     f"({', '.join(sorted(args))})"
                 )
-            tokens = self._chat([dict(message) for message in messages])
+            tokens = self._chat([dict(message) for message in messages], tools, is_own)
         elif self.template is None:
             raise TypeError(f"agent {self.name!r} has no prompt in the config: pass messages=[...]")
         elif self.config.chat:
-            tokens = self._chat([{"role": "user", "content": self.template.render(args)}])
+            message = {"role": "user", "content": self.template.render(args)}
+            tokens = self._chat([message], tools, is_own)
+        elif tools is not None:
+            raise TypeError(f"agent {self.name!r}: tools= need chat messages, or chat = true")
         else:
             tokens = self.model.encode(self.template.render(args), add_special_tokens=True)
         self._check_length(len(tokens))
         return tokens
 
-    def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        for message in messages:
-            content = message.get("content")
-            if not isinstance(content, (str, list, dict)) and content is not None:
-                message["content"] = str(content)
+    def _chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        is_own: Callable[[Output], bool],
+    ) -> list[int]:
         if self.config.system is not None and (not messages or messages[0].get("role") != "system"):
             messages.insert(0, {"role": "system", "content": self.config.system})
-        text = self.model.chat.render(messages, agent=self.name)
-        return self.model.encode(text, add_special_tokens=False)
+        turns: list[SampledTurn] = []
+        for place, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, (str, list, dict)) or content is None:
+                continue
+            message["content"] = text = str(content)
+            sampled = isinstance(content, Output) and message.get("role") == "assistant"
+            if sampled and content.tokens and is_own(content):
+                turns.append(SampledTurn(place, text, content.tokens))
+        return conversation_tokens(
+            messages,
+            turns,
+            render=lambda said: self.model.chat.render(
+                said, agent=self.name, tools=tools, options=self.config.chat_options
+            ),
+            codec=self.model,
+            end_tokens=self.stop_token_ids,
+        )
 
     def _check_length(self, num_tokens: int) -> None:
         limit, wanted = self.max_context, self.config.max_tokens

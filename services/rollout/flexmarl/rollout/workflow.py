@@ -2,7 +2,7 @@
 
     async def team(ctx: Context, query: dict) -> object:
         halves = await ctx.call("splitter", digits=query["digits"])
-        left, right = await ctx.gather(
+        left, right = await ctx.all(
             ctx.call("sorter", digits=halves.text[:2], after=halves),
             ctx.call("sorter", digits=halves.text[2:], after=halves),
         )
@@ -17,7 +17,7 @@ with the same inputs: take time, random numbers and ids from `ctx`, not from the
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol, TypeVar
@@ -65,6 +65,7 @@ class Output:
         path: Path of the call: the same in each sample that made it.
         value: What a tool returned; the text of an agent.
         inputs: Arguments of the call as given.
+        finished_unix_ns: When it finished, Unix nanoseconds.
     """
 
     text: str
@@ -75,6 +76,7 @@ class Output:
     path: str
     value: Any
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    finished_unix_ns: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -109,16 +111,19 @@ class Context(Protocol):
         after: Output | Iterable[Output] | None = None,
         key: str | None = None,
         messages: Iterable[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         simulated: Simulated | None = None,
         **template_args: Any,  # noqa: ANN401 - whatever the user's template takes
     ) -> Coroutine[Any, Any, Output]:
-        """Calls an agent; await it, gather it, or make a task of it.
+        """Calls an agent; await it, join it with others, or make a task of it.
 
         Args:
             agent: Name from the run's config.
             after: Outputs that this call needs beyond those among its arguments.
             key: Names the call where the number of earlier calls may vary; replaces its number.
-            messages: Chat messages, instead of the agent's template.
+            messages: Chat messages, instead of the agent's template. An assistant's message whose
+                content is an `Output` of the same model keeps the tokens that were sampled.
+            tools: JSON schemas of tools, for the model's chat template.
             simulated: What an engine without a model makes of the call; for measurements.
             template_args: Values of the template's placeholders; Outputs among them, also within
                 lists and dicts, become edges.
@@ -126,6 +131,7 @@ class Context(Protocol):
         Raises:
             CallError: UNKNOWN_AGENT, PROMPT_TOO_LONG, or all attempts failed.
             TypeError: Placeholders and arguments do not match.
+            RuntimeError: `last` was said for the agent.
         """
         ...
 
@@ -135,21 +141,55 @@ class Context(Protocol):
         *,
         after: Output | Iterable[Output] | None = None,
         key: str | None = None,
+        once: bool = False,
+        timeout_s: float | None = None,
         **args: Any,  # noqa: ANN401 - whatever the user's tool takes
     ) -> Coroutine[Any, Any, Output]:
         """Calls a tool of the run's config; its arguments and its value must be JSON values.
 
-        A tool is called at least once: after a crash, again. A function that is not async runs in
-        a thread, beside other samples.
+        A function that is not async runs in a thread, beside other samples.
+
+        Args:
+            name: Name from the run's config.
+            after: Outputs that this call needs beyond those among its arguments.
+            key: Names the call where the number of earlier calls may vary; replaces its number.
+            once: Do not call it again after a crash. Without this a tool is called at least once;
+                with it the intent is stored first, and a sample that crashed between intent and
+                result fails.
+            timeout_s: Longest run of the tool; None leaves only the sample's own limit.
+            args: Arguments of the tool; Outputs among them become edges.
+
+        Raises:
+            CallError: TOOL_RAISED, or DEADLINE_EXCEEDED after `timeout_s`.
         """
         ...
 
-    def gather(self, *calls: Awaitable[T]) -> Awaitable[list[T]]:
-        """Waits for all; like `asyncio.gather`, which works as well."""
+    def all(self, *calls: Awaitable[T]) -> Awaitable[list[T]]:
+        """Waits for all; results in the order given. The first failure cancels the others."""
         ...
 
-    def last(self, agent: str) -> None:
-        """Says that the agent will not be called again; not built."""
+    def any(self, *calls: Awaitable[T]) -> Awaitable[T]:
+        """Waits for the first that succeeds and cancels the others.
+
+        Raises:
+            CallError: None succeeded; the failure of the first call given.
+        """
+        ...
+
+    def each(self, *calls: Awaitable[T]) -> AsyncIterator[T]:
+        """Results as they come: `async for result in ctx.each(...)`."""
+        ...
+
+    def gather(self, *calls: Awaitable[T]) -> Awaitable[list[T]]:
+        """`all` under the name that asyncio has for it; `asyncio.gather` works as well."""
+        ...
+
+    def last(self, *agents: str) -> None:
+        """Says that the sample will not call these agents again.
+
+        A policy that no open sample can reach any more is updated while others still sample.
+        Calls that were made before may still be under way; a later one is an error.
+        """
         ...
 
     def now(self) -> float:

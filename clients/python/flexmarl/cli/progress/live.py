@@ -85,6 +85,7 @@ def render(
         if history[-1].idle:
             idle = ", ".join(history[-1].idle)
             parts.append(Text(f"not trained at version {history[-1].version}: {idle}", style="red"))
+        parts += [Text(f"ALARM: {alarm}", style="bold red") for alarm in history[-1].alarms]
     parts += [_policies(progress), _slots(progress)]
     parts += [Text(f"waits for: {wait}", style="yellow") for wait in progress.waits]
     return Group(*parts)

@@ -59,7 +59,10 @@ class PlainView:
     def update(self, message: orchestrator_pb2.WatchProgressResponse) -> None:
         """Show what a message brings."""
         for report in message.reports:
-            self._say(version_line(numbers_of(report), message.progress.num_versions))
+            numbers = numbers_of(report)
+            self._say(version_line(numbers, message.progress.num_versions))
+            for alarm in numbers.alarms:
+                self._say(f"ALARM at version {numbers.version}: {alarm}")
         wait = wait_line(message.progress)
         if wait and wait != self._last_wait:
             self._say(wait)

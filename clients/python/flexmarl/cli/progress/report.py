@@ -13,6 +13,12 @@ STEP_PREFIX = "step/"
 UTILISATION_PREFIX = "utilisation/"
 TOKENS_PREFIX = "tokens_per_s/"
 EVALUATION_PREFIX = "eval/"
+ALARM_PREFIX = "alarm/"
+
+_ALARMS = {
+    "zero_rewards": "every reward is 0 ({:.0f} samples): look at what the reward function is given",
+    "reward_failures": "the reward function failed on {:.0f} sample(s)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,12 @@ class VersionNumbers:
                 why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
                 lines.append(f"{policy} ({why})")
         return lines
+
+    @property
+    def alarms(self) -> list[str]:
+        """What a person should look at."""
+        found = self.under(ALARM_PREFIX)
+        return [_ALARMS.get(name, name + ": {:g}").format(found[name]) for name in found]
 
     def under(self, prefix: str) -> dict[str, float]:
         """Metrics below a prefix, without it, sorted by name."""

@@ -10,6 +10,7 @@ from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceSer
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.opener import RunOpener
+from flexmarl.rollout.dispatcher.rewards import REWARD_MODULE
 from flexmarl.rollout.dispatcher.rollout import Rollout
 from flexmarl.rollout.dispatcher.service import SERVICE, RolloutServicer
 from flexmarl.rollout.dispatcher.workers import WORKER_MODULE
@@ -35,7 +36,7 @@ async def run(config: RolloutConfig) -> None:
         server.request_stop(f"{name} failed", error)
 
     async with (
-        Children(preload=(WORKER_MODULE,), record=record) as children,
+        Children(preload=(WORKER_MODULE, REWARD_MODULE), record=record) as children,
         Background(stop) as background,
     ):
         opener = RunOpener(config, hosts=hosts, children=children, background=background)

@@ -17,7 +17,10 @@ from typing import Protocol, assert_never
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import WRITE_OUTCOME_DUPLICATE
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+    WRITE_OUTCOME_DUPLICATE,
+    WRITE_OUTCOME_SUBGRAPH_CLOSED,
+)
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
 from flexmarl.core.dispatch import Dispatcher
@@ -338,11 +341,14 @@ class CallDesk:
         self.counters["tokens"] += len(result.tokens)
         self.counters["prompt_tokens"] += len(state.call.prompt_tokens)
         answer = CallAnswer(
-            vertex_id=effect.vertex_id, tokens=result.tokens, finish_reason=result.finish_reason
+            vertex_id=effect.vertex_id,
+            tokens=result.tokens,
+            finish_reason=result.finish_reason,
+            finished_unix_ns=row.meta.finished_unix_ns,
         )
         sample.writing += 1
         self._writing.add(effect.attempt_id)
-        sample.count(result.version)
+        sample.count(policy, result.version)
         self._writer.vertex(
             row, partial(self._accepted, sample, state.call, answer, effect.attempt_id, host_id)
         )
@@ -366,6 +372,8 @@ class CallDesk:
         if outcome == WRITE_OUTCOME_DUPLICATE:
             self.counters["duplicates"] += 1
             self._listener.row_found(sample, call.vertex_id, call.agent)
+        elif outcome == WRITE_OUTCOME_SUBGRAPH_CLOSED:
+            self._listener.call_answered(sample, _subgraph_closed(call))
         else:
             self._listener.call_answered(sample, answer)
         self._listener.row_stored(sample)
@@ -420,3 +428,15 @@ class CallDesk:
 
 def _nobody_waits(instance_id: str) -> None:
     raise AssertionError(f"nobody asked instance {instance_id} to be vacated")
+
+
+def _subgraph_closed(call: AgentCall) -> CallAnswer:
+    """The answer of a call that another attempt of its sample had promised not to make."""
+    message = (
+        f"agent {call.agent!r}: policy {call.policy!r} is closed for this batch, every open sample "
+        "had said ctx.last for its agents"
+    )
+    failure = Failure(
+        reason=ErrorReason.SUBGRAPH_CLOSED, message=message, metadata={"agent": call.agent}
+    )
+    return CallAnswer(vertex_id=call.vertex_id, failure=failure)

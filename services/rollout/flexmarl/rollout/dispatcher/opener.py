@@ -19,6 +19,7 @@ from flexmarl.rollout.dispatcher.fleet import Fleet
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.instances import InstanceBook
 from flexmarl.rollout.dispatcher.mover import Mover
+from flexmarl.rollout.dispatcher.rewards import RewardPool
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.workers import WorkerPool
 from flexmarl.rollout.dispatcher.writer import GraphWriter
@@ -147,7 +148,19 @@ class RunOpener:
             spans=spans,
             open_versions=run.flow.open_versions,
         )
-        run.wire(desk=desk, fleet=fleet, mover=mover, writer=writer, workers=workers)
+        rewards = RewardPool(
+            self._children,
+            setup=setup,
+            num_processes=config.workflow.reward_workers,
+            timeout_s=config.workflow.reward_timeout_s,
+            log=self._config.log,
+            reward=config.workflow.reward,
+            counters=desk.counters,
+            on_broken=run.flow.worker_ready,
+        )
+        run.wire(
+            desk=desk, fleet=fleet, mover=mover, writer=writer, workers=workers, rewards=rewards
+        )
         return run
 
 

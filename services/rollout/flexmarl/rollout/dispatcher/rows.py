@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -42,6 +43,7 @@ def done_vertex(
             status=common_pb2.VERTEX_STATUS_DONE,
             input_hash=call.input_hash,
             upstream_vertex_ids=call.upstream_vertex_ids,
+            extends_vertex_id=call.extends_vertex_id,
             policy_version=result.version,
             weights_hash=result.weights_hash,
             version_runs=result.version_runs,
@@ -120,10 +122,19 @@ def open_sample(spec: SampleSpec) -> Sample:
     )
 
 
+def leaving_sample(spec: SampleSpec, *, left: Iterable[str], used: Iterable[str]) -> Sample:
+    """The row of an open sample that will not call some policies again."""
+    sample = open_sample(spec)
+    sample.left_policies.extend(sorted(left))
+    sample.used_policies.extend(sorted(used))
+    return sample
+
+
 def ended_sample(
     spec: SampleSpec,
     end: SampleEnd,
     *,
+    used: Iterable[str],
     num_vertices: int,
     versions: tuple[int, int],
     started_unix_ns: int,
@@ -137,6 +148,7 @@ def ended_sample(
     if end.HasField("failure"):
         sample.failure.CopyFrom(end.failure)
     sample.output_json = end.output_json
+    sample.used_policies.extend(sorted(used))
     sample.num_vertices = num_vertices
     sample.min_version, sample.max_version = versions
     sample.started_unix_ns = started_unix_ns

@@ -19,6 +19,7 @@ from flexmarl.core.errors import DomainError
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.fleet import Fleet
 from flexmarl.rollout.dispatcher.mover import Mover
+from flexmarl.rollout.dispatcher.rewards import RewardPool
 from flexmarl.rollout.dispatcher.sample_flow import SampleFlow
 from flexmarl.rollout.dispatcher.stored import StoredRows
 from flexmarl.rollout.dispatcher.workers import WorkerPool
@@ -91,6 +92,7 @@ class Run:
         mover: Mover,
         writer: GraphWriter,
         workers: WorkerPool,
+        rewards: RewardPool,
     ) -> None:
         """Takes the parts that were built around this run, and starts them."""
         self.desk = desk
@@ -98,9 +100,11 @@ class Run:
         self.mover = mover
         self.writer = writer
         self.workers = workers
-        self.flow.wire(desk=desk, writer=writer, workers=workers)
+        self.rewards = rewards
+        self.flow.wire(desk=desk, writer=writer, workers=workers, rewards=rewards)
         fleet.start(desk)
         workers.start(self._background, self.run_id)
+        rewards.start(self._background, self.run_id)
         for name, coroutine in (
             ("writer", writer.run()),
             ("mover", mover.run()),
@@ -114,7 +118,7 @@ class Run:
         self.desk.close()
         for task in self._tasks:
             task.cancel()
-        await self.workers.close()
+        await asyncio.gather(self.workers.close(), self.rewards.close())
         await self._flush_spans()
         await self.store.close()
 

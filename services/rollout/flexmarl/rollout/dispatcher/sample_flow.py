@@ -1,11 +1,12 @@
 """The samples of a run, from admission to their stored end.
 
     start -> row OPEN stored -> (version active) -> admitted -> (stored vertices read) -> worker
-    worker: calls -> CallDesk -> instance -> store -> answer ...  end -> rows stored -> forgotten
+    worker: calls -> CallDesk -> instance -> store -> answer ...  end -> reward process
+    reward -> rows stored -> forgotten
 
 Each stage waits for one thing: the store's acknowledgement, ActivateVersion, a place among the
-samples in progress, room in a worker, the worker's end (at latest sample_timeout_s later), the last
-row that is being written.
+samples in progress, room in a worker, the worker's end (at latest sample_timeout_s later), the
+reward (at latest reward_timeout_s after those before it), the last row that is being written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
 from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     CallAnswer,
+    RewardJob,
+    RewardResult,
     SampleEnd,
     WorkerEvent,
     WorkerSample,
@@ -35,6 +38,7 @@ from flexmarl.core.admission import Admission
 from flexmarl.core.errors import ErrorReason
 from flexmarl.rollout.dispatcher import rows
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
+from flexmarl.rollout.dispatcher.rewards import RewardPool
 from flexmarl.rollout.dispatcher.samples import SampleState, Stage
 from flexmarl.rollout.dispatcher.stored import StoredRows
 from flexmarl.rollout.dispatcher.workers import WorkerPool, WorkerSlot
@@ -101,11 +105,14 @@ class SampleFlow:
         self._open: Counter[int] = Counter()
         self._loop = asyncio.get_running_loop()
 
-    def wire(self, *, desk: CallDesk, writer: GraphWriter, workers: WorkerPool) -> None:
+    def wire(
+        self, *, desk: CallDesk, writer: GraphWriter, workers: WorkerPool, rewards: RewardPool
+    ) -> None:
         """Takes the parts that call back."""
         self._desk = desk
         self._writer = writer
         self._workers = workers
+        self._rewards = rewards
 
     def __len__(self) -> int:
         """Samples admitted and not ended."""
@@ -138,7 +145,11 @@ class SampleFlow:
             sample.cancelled = True
             if sample.slot is not None:
                 sample.slot.outgoing.add().cancel_sample_ids.append(sample_id)
-            elif sample.stage is Stage.WAITING or self._workers.withdraw(sample_id):
+            elif (
+                sample.stage is Stage.WAITING
+                or self._workers.withdraw(sample_id)
+                or self._rewards.withdraw(sample_id)
+            ):
                 self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
 
     def activate(self, version: int) -> None:
@@ -227,11 +238,33 @@ class SampleFlow:
                 self._desk.call(sample, call)
         for vertex_id in event.cancelled_vertex_ids:
             self._desk.cut(vertex_id, keep_row=True)
+        for left in event.left:
+            sample = self._running(left.sample_id)
+            if sample is not None:
+                self._leaves(sample, left.policies)
         for end in event.ends:
             sample = self._running(end.sample_id)
             self._workers.ended(slot, end.sample_id)
-            if sample is not None:
+            if sample is not None and end.reward_job:
+                self._score(sample, end)
+            elif sample is not None:
                 self._ends(sample, end)
+
+    def _score(self, sample: SampleState, end: SampleEnd) -> None:
+        """The workflow is done: the reward function comes next, in a process of its own."""
+        sample.slot = None
+        job = RewardJob(sample_id=end.sample_id, job_json=end.reward_job)
+
+        def scored(result: RewardResult) -> None:
+            if result.HasField("failure"):
+                end.status = common_pb2.SAMPLE_STATUS_FAILED
+                end.failure.CopyFrom(result.failure)
+            else:
+                end.rewards.CopyFrom(result.rewards)
+            if self._samples.get(end.sample_id) is sample and sample.end is None:
+                self._ends(sample, end)
+
+        self._rewards.submit(job, scored)
 
     def worker_took(self, slot: WorkerSlot, sample_id: str) -> None:
         """A sample was given to a worker."""
@@ -291,11 +324,27 @@ class SampleFlow:
         self._desk.counters["tools"] += 1
         sample.writing += 1
 
+        def stored(outcome: int) -> None:
+            sample.writing -= 1
+            if outcome == WRITE_OUTCOME_DUPLICATE:
+                self._desk.counters["duplicates"] += 1
+                self.row_found(sample, vertex.meta.vertex_id, vertex.meta.agent)
+            else:
+                self.call_answered(sample, CallAnswer(vertex_id=vertex.meta.vertex_id))
+            self.row_stored(sample)
+
+        self._writer.vertex(vertex, stored)
+
+    def _leaves(self, sample: SampleState, policies: Iterable[str]) -> None:
+        """A sample will not call some policies again: the Orchestrator learns it from its row."""
+        row = rows.leaving_sample(sample.spec, left=policies, used=sample.used)
+        sample.writing += 1
+
         def stored(_: int) -> None:
             sample.writing -= 1
             self.row_stored(sample)
 
-        self._writer.vertex(vertex, stored)
+        self._writer.sample(row, [], stored)
 
     # The calls' side.
 
@@ -356,6 +405,7 @@ class SampleFlow:
         row = rows.ended_sample(
             sample.spec,
             end,
+            used=sample.used,
             num_vertices=sample.num_vertices,
             versions=(max(sample.min_version, 0), max(sample.max_version, 0)),
             started_unix_ns=sample.started_unix_ns or now_ns,
@@ -385,6 +435,6 @@ class SampleFlow:
 
 def _count(sample: SampleState, vertex: Vertex) -> None:
     if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT:
-        sample.count(vertex.meta.policy_version)
+        sample.count(vertex.meta.policy, vertex.meta.policy_version)
     else:
         sample.num_vertices += 1

@@ -43,6 +43,7 @@ class SampleState:
         slot: Worker that runs it.
         crashes: Workers that died with it.
         cancelled: Whether it was told to stop before it ran.
+        used: Policies that finished a vertex of it.
         num_vertices: Finished vertices, tools included.
         min_version: Smallest version that sampled a token; -1 before the first.
         max_version: Largest version that sampled a token.
@@ -61,15 +62,17 @@ class SampleState:
     slot: WorkerSlot | None = None
     crashes: int = 0
     cancelled: bool = False
+    used: set[str] = field(default_factory=set)
     num_vertices: int = 0
     min_version: int = -1
     max_version: int = -1
     started_unix_ns: int = 0
     started_at: float = 0.0
 
-    def count(self, version: int) -> None:
+    def count(self, policy: str, version: int) -> None:
         """Counts a finished vertex of an agent."""
         self.num_vertices += 1
+        self.used.add(policy)
         self.min_version = version if self.min_version < 0 else min(self.min_version, version)
         self.max_version = max(self.max_version, version)
 
@@ -78,6 +81,7 @@ class SampleState:
         self.done.clear()
         self.calls.clear()
         self.cut.clear()
+        self.used.clear()
         self.num_vertices = 0
         self.min_version = self.max_version = -1
 

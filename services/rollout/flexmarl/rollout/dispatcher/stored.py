@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from flexmarl.api.common.v1alpha1.common_pb2 import VertexRef
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure, VertexRef
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL, GetSampleGraphResponse
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer
 from flexmarl.client.store import StoreClient
-from flexmarl.core.errors import DomainError, ErrorFamily
+from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason
 
 MAX_READS: Final = 16
 RETRY_S: Final = 1.0
@@ -45,14 +45,26 @@ class StoredRows:
     async def answer(self, vertex_id: str, agent: str) -> CallAnswer:
         """What a stored vertex answers its call with; waits for the store."""
         ref = VertexRef(vertex_id=vertex_id, agent=agent)
-        (vertex,) = await self._patiently(
-            lambda: self._store.get_vertices(self._run_id, [ref], view=VERTEX_VIEW_FULL)
-        )
+        try:
+            (vertex,) = await self._patiently(
+                lambda: self._store.get_vertices(self._run_id, [ref], view=VERTEX_VIEW_FULL)
+            )
+        except DomainError as error:
+            if error.reason is not ErrorReason.VERTEX_NOT_FOUND:
+                raise
+            # Not stored before but late: the group has ended, and this sample is about to be cut.
+            failure = Failure(
+                reason=ErrorReason.CANCELLED, message=f"{vertex_id}: its group has ended"
+            )
+            return CallAnswer(vertex_id=vertex_id, failure=failure)
         return CallAnswer(
             vertex_id=vertex_id,
             tokens=vertex.payload.response_tokens,
             finish_reason=vertex.meta.finish_reason,
             failure=vertex.meta.failure if vertex.meta.HasField("failure") else None,
+            finished_unix_ns=vertex.meta.finished_unix_ns,
+            output=vertex.payload.output,
+            stored_before=True,
         )
 
     async def _patiently(self, read: Callable[[], Awaitable[T]]) -> T:
@@ -61,6 +73,8 @@ class StoredRows:
             try:
                 return await read()
             except DomainError as error:
+                if error.reason is ErrorReason.VERTEX_NOT_FOUND:
+                    raise
                 self._on_trouble(error)
                 if error.reason.family is not ErrorFamily.UNAVAILABLE:
                     raise

@@ -238,8 +238,16 @@ class WorkerPool:
         slot.ready = slot.alone = False
         slot.deaths += 1
         exit_code = None if child is None else child.exit_code
-        _log.warning("worker_died", slot=slot.ordinal, exit_code=exit_code, samples=len(samples))
-        self._listener.worker_died(samples, _read_report(report))
+        word = _read_report(report)
+        _log.warning(
+            "worker_died",
+            slot=slot.ordinal,
+            exit_code=exit_code,
+            samples=len(samples),
+            word="" if word is None else word.message,
+        )
+        blames = word is not None and word.metadata["sample_id"]
+        self._listener.worker_died(samples, word if blames else None)
 
 
 async def _send_all(outgoing: Outgoing[WorkerCommand], child: ChildProcess) -> None:
@@ -255,8 +263,6 @@ def _read_report(path: Path) -> Failure | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    if not data.get("sample_id"):
         return None
     return Failure(
         reason=data["reason"], message=data["message"], metadata={"sample_id": data["sample_id"]}

@@ -7,7 +7,6 @@ and runs many samples at once on one event loop, with a task factory that gives 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,17 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     WorkerSample,
     WorkerSetup,
 )
-from flexmarl.core.errors import DomainError
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures, user_code
 from flexmarl.rollout.worker.outbox import Outbox
 from flexmarl.rollout.worker.sample import SampleRun
 from flexmarl.rollout.worker.tasks import sample_task_factory
+from flexmarl.rollout.worker.tool_threads import ToolThreads
 from flexmarl.rollout.worker.user_code import UserCode
 from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.runtime.child_link import AsyncChildLink
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
-
-_TOOL_THREADS = 16
 
 
 def run(args: dict[str, Any]) -> int:
@@ -85,12 +83,12 @@ class Worker:
         self._outbox = outbox
         self._runs: dict[str, SampleRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._executor = ThreadPoolExecutor(_TOOL_THREADS, thread_name_prefix="tool")
+        self._threads = ToolThreads(self._tools_hang)
         workflow = user.config.workflow
         self._watchdog = Watchdog(
             report=report,
-            reward_timeout_s=workflow.reward_timeout_s,
             step_timeout_s=workflow.sample_timeout_s,
+            memory_bytes=workflow.worker_memory_mib << 20,
         )
         self._watchdog.start(asyncio.get_running_loop())
 
@@ -108,6 +106,9 @@ class Worker:
             if run is not None:
                 run.cancel()
 
+    def _tools_hang(self, sample_id: str, message: str) -> None:
+        self._watchdog.end(sample_id, message, reason=ErrorReason.TOOL_RAISED)
+
     def _start(self, sample: WorkerSample) -> None:
         sample_id = sample.spec.sample_id
         if sample_id in self._runs:
@@ -116,8 +117,7 @@ class Worker:
             sample,
             user=self._user,
             outbox=self._outbox,
-            executor=self._executor,
-            watchdog=self._watchdog,
+            threads=self._threads,
         )
         task = asyncio.get_running_loop().create_task(self._run(sample_id, run), name=sample_id)
         self._tasks.add(task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from concurrent.futures import Executor
 from typing import Any
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -15,14 +14,17 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer, SampleEnd, Work
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.paths import sort_key
 from flexmarl.rollout.worker import failures
-from flexmarl.rollout.worker.caller import Caller
+from flexmarl.rollout.worker.caller import AgentCaller
 from flexmarl.rollout.worker.calls import to_shown_json
 from flexmarl.rollout.worker.context import SampleContext
+from flexmarl.rollout.worker.exchange import Exchange
 from flexmarl.rollout.worker.outbox import Outbox
+from flexmarl.rollout.worker.reward_job import encode_job
 from flexmarl.rollout.worker.rewards import to_reward_set
 from flexmarl.rollout.worker.tasks import SampleTask, start_root
+from flexmarl.rollout.worker.tool_caller import ToolCaller
+from flexmarl.rollout.worker.tool_threads import ToolThreads
 from flexmarl.rollout.worker.user_code import UserCode
-from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.rollout.workflow import FinishedSample, Output
 
 
@@ -39,15 +41,13 @@ class SampleRun:
         *,
         user: UserCode,
         outbox: Outbox,
-        executor: Executor,
-        watchdog: Watchdog,
+        threads: ToolThreads,
     ) -> None:
         self.spec = sample.spec
         self._user = user
-        self._watchdog = watchdog
-        self._caller = Caller(
-            sample, user=user, outbox=outbox, executor=executor, on_diverged=self._stop
-        )
+        self._exchange = Exchange(sample, outbox=outbox, on_diverged=self._stop)
+        self._agents = AgentCaller(user.agents, exchange=self._exchange)
+        self._tools = ToolCaller(user, exchange=self._exchange, threads=threads)
         self._query: Any = None
         self._tasks: set[SampleTask] = set()
         self._root: SampleTask | None = None
@@ -55,7 +55,7 @@ class SampleRun:
 
     def answer(self, answer: CallAnswer) -> None:
         """Gives a call its answer."""
-        self._caller.answer(answer)
+        self._exchange.answer(answer)
 
     def cancel(self) -> None:
         """Cuts the sample."""
@@ -80,7 +80,7 @@ class SampleRun:
         end = SampleEnd(sample_id=self.spec.sample_id)
         if self._cancelled:
             end.status = common_pb2.SAMPLE_STATUS_CANCELLED
-        elif self._caller.diverged:
+        elif self._is_diverged():
             end.status = common_pb2.SAMPLE_STATUS_SUPERSEDED
         elif (failure := self._failure_of(root, timed_out=not done)) is not None:
             end.status = common_pb2.SAMPLE_STATUS_FAILED
@@ -91,7 +91,10 @@ class SampleRun:
 
     async def _workflow(self) -> Any:  # noqa: ANN401 - whatever the workflow returns
         self._query = json.loads(self.spec.query_json)
-        return await self._user.workflow(SampleContext(self, self._caller), self._query)
+        context = SampleContext(
+            self, exchange=self._exchange, agents=self._agents, tools=self._tools
+        )
+        return await self._user.workflow(context, self._query)
 
     def _stop(self) -> None:
         if self._root is not None:
@@ -99,15 +102,19 @@ class SampleRun:
 
     def _close(self) -> None:
         """Cuts the work that the workflow no longer waits for."""
-        self._caller.close()
+        self._exchange.close()
         for task in tuple(self._tasks):
             task.cancel()
+
+    def _is_diverged(self) -> bool:
+        # A sample that must fail did not get to what it had asked for before.
+        return self._exchange.failure is None and self._exchange.replay.diverged
 
     def _failure_of(self, root: SampleTask, *, timed_out: bool) -> Failure | None:
         workflow = self._user.config.workflow
         what = f"workflow {workflow.entry}"
-        if self._caller.failure is not None:
-            return self._caller.failure
+        if self._exchange.failure is not None:
+            return self._exchange.failure
         if timed_out:
             return failures.failure(
                 ErrorReason.DEADLINE_EXCEEDED,
@@ -125,43 +132,42 @@ class SampleRun:
         )
 
     async def _finish(self, output: Any, end: SampleEnd) -> None:  # noqa: ANN401
-        what = f"reward {self._user.config.workflow.reward}"
+        section = self._user.config.workflow
+        what, reason = f"reward {section.reward}", ErrorReason.REWARD_RAISED
         end.output_json = to_shown_json(output)
+        calls, tools = _by_path(self._agents.finished), _by_path(self._tools.finished)
         try:
-            rewards = await self._reward(output, what)
+            if inspect.iscoroutinefunction(self._user.reward):
+                sample = FinishedSample(query=self._query, output=output, calls=calls, tools=tools)
+                end.rewards.CopyFrom(await self._reward(sample, what))
+            else:
+                workflow = f"workflow {section.entry}"
+                end.reward_job = encode_job(
+                    self.spec.query_json, output, calls, tools, what=workflow
+                )
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             end.status = common_pb2.SAMPLE_STATUS_FAILED
-            failure = failures.of_exception(
-                error, reason=ErrorReason.REWARD_RAISED, what=what, folder=self._user.folder
-            )
+            folder = self._user.folder
+            failure = failures.of_exception(error, reason=reason, what=what, folder=folder)
             end.failure.CopyFrom(failure)
         else:
             end.status = common_pb2.SAMPLE_STATUS_DONE
-            end.rewards.CopyFrom(rewards)
 
-    async def _reward(self, output: Any, what: str) -> RewardSet:  # noqa: ANN401
+    async def _reward(self, sample: FinishedSample, what: str) -> RewardSet:
+        """Runs an async reward function, which shares the loop: it waits for others, mostly."""
         timeout_s = self._user.config.workflow.reward_timeout_s
-        sample = FinishedSample(
-            query=self._query,
-            output=output,
-            calls=_by_path(self._caller.finished_calls),
-            tools=_by_path(self._caller.finished_tools),
-        )
-        with self._watchdog.running(self.spec.sample_id, what):
-            returned = self._user.reward(sample)
-        if inspect.isawaitable(returned):
-            limit = asyncio.timeout(timeout_s)
-            try:
-                async with limit:
-                    returned = await returned
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise DomainError(
-                    ErrorReason.REWARD_RAISED,
-                    f"{what} did not end within reward_timeout_s = {timeout_s:g}",
-                    {"what": what},
-                ) from None
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                returned = await self._user.reward(sample)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DomainError(
+                ErrorReason.REWARD_RAISED,
+                f"{what} did not end within reward_timeout_s = {timeout_s:g}",
+                {"what": what},
+            ) from None
         return to_reward_set(returned, sample=sample, agents=self._user.agents.keys(), what=what)
 
 

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,21 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.prompting import Agent, build_agents
 from flexmarl.rollout.worker.failures import user_place
 from flexmarl.runtime.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCode:
+    """What of the user's a reward process needs.
+
+    Attributes:
+        config: The run's config.
+        folder: The unpacked package.
+        reward: The reward function.
+    """
+
+    config: RunConfig
+    folder: Path
+    reward: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +61,7 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
             INVALID_ARGUMENT.
     """
     config = RunConfig.model_validate_json(config_json)
-    folder = Path(workflow_path)
-    sys.dont_write_bytecode = True  # the unpacked package is shared and stays as it is
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    folder = _importable(workflow_path)
     section = config.workflow
     workflow = _function(section.entry, key="workflow.entry", folder=folder)
     if not inspect.iscoroutinefunction(workflow):
@@ -57,13 +70,40 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
         config=config,
         folder=folder,
         workflow=workflow,
-        reward=_function(section.reward, key="workflow.reward", folder=folder),
+        reward=_reward(config, folder),
         tools={
             name: _function(entry, key=f"workflow.tools.{name}", folder=folder)
             for name, entry in section.tools.items()
         },
         agents=build_agents(config, model_paths),
     )
+
+
+def load_reward(*, config_json: bytes, workflow_path: str) -> RewardCode:
+    """Imports the user's reward function.
+
+    Raises:
+        DomainError: WORKFLOW_IMPORT_FAILED naming the module and the cause.
+    """
+    config = RunConfig.model_validate_json(config_json)
+    folder = _importable(workflow_path)
+    return RewardCode(config=config, folder=folder, reward=_reward(config, folder))
+
+
+def _reward(config: RunConfig, folder: Path) -> Callable[..., Any]:
+    section = config.workflow
+    function = _function(section.reward, key="workflow.reward", folder=folder)
+    # `partial` of an async function is still one to `iscoroutinefunction`.
+    return partial(function, **section.reward_args) if section.reward_args else function
+
+
+def _importable(workflow_path: str) -> Path:
+    """Puts the unpacked package on the import path."""
+    folder = Path(workflow_path)
+    sys.dont_write_bytecode = True  # the unpacked package is shared and stays as it is
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return folder
 
 
 def _function(entry: str, *, key: str, folder: Path) -> Callable[..., Any]:

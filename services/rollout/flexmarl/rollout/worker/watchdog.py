@@ -1,9 +1,9 @@
-"""Ends a worker whose event loop is stuck in user code, and leaves word which sample did it.
+"""Ends a worker that user code has made useless, and leaves word which sample did it.
 
-A reward function that never returns, or a workflow that sleeps without await, blocks every sample
-of its worker. No timeout of the loop can cut it, so a thread watches: it writes a report that the
-dispatcher reads, and exits the process. The dispatcher fails the named sample and runs the others
-in a new worker, from what is stored of them.
+A workflow that sleeps without await blocks every sample of its worker, and one that leaks takes the
+machine's memory. No timeout of the loop can cut either, so a thread watches: it writes a report
+that the dispatcher reads, and exits the process. The dispatcher fails the named sample and runs the
+others in a new worker, from what is stored of them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from flexmarl.core.errors import ErrorReason
+from flexmarl.rollout.worker.memory import resident_bytes
 from flexmarl.rollout.worker.tasks import SampleTask
 
 EXIT_STUCK: Final = 87
@@ -28,20 +27,20 @@ _TICK_S: Final = 0.25
 
 
 class Watchdog:
-    """Watches one event loop.
+    """Watches one event loop and the memory of its process.
 
     Args:
-        report: File that names the stuck sample: JSON {sample_id, reason, message}.
-        reward_timeout_s: Longest run of one call of the reward function.
-        step_timeout_s: Longest time that workflow code may hold the loop.
+        report: File that names the guilty sample: JSON {sample_id, reason, message}. The id is
+            empty when no sample can be blamed: then all go on in a new worker.
+        step_timeout_s: Longest time that user code may hold the loop.
+        memory_bytes: Most resident memory of the process.
     """
 
-    def __init__(self, *, report: Path, reward_timeout_s: float, step_timeout_s: float) -> None:
+    def __init__(self, *, report: Path, step_timeout_s: float, memory_bytes: int) -> None:
         self._report = report
-        self._reward_timeout_s = reward_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._memory_bytes = memory_bytes
         self._beat = time.monotonic()
-        self._current: tuple[str, str, float] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,14 +49,13 @@ class Watchdog:
         self._pulse()
         threading.Thread(target=self._watch, name="loop-watchdog", daemon=True).start()
 
-    @contextmanager
-    def running(self, sample_id: str, what: str) -> Iterator[None]:
-        """Marks the block as one call of the reward function."""
-        self._current = (sample_id, what, time.monotonic())
-        try:
-            yield
-        finally:
-            self._current = None
+    def end(self, sample_id: str, message: str, *, reason: ErrorReason) -> None:
+        """Leaves word and ends the process."""
+        text = json.dumps({"sample_id": sample_id, "reason": reason.value, "message": message})
+        temporary = self._report.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._report)
+        os._exit(EXIT_STUCK)
 
     def _pulse(self) -> None:
         self._beat = time.monotonic()
@@ -67,29 +65,31 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             time.sleep(_TICK_S)
-            now = time.monotonic()
-            current = self._current
-            if current is not None and now - current[2] > self._reward_timeout_s:
-                sample_id, what, _ = current
-                limit = f"reward_timeout_s = {self._reward_timeout_s:g}"
-                self._end(sample_id, f"{what} did not return within {limit}", rewarding=True)
-            if current is None and now - self._beat > self._step_timeout_s + _TICK_S:
-                self._end(
-                    self._stuck_sample(),
-                    f"the workflow held its worker for {self._step_timeout_s:g} s without await",
-                    rewarding=False,
-                )
+            self._check_time(time.monotonic())
+            self._check_memory()
+
+    def _check_time(self, now: float) -> None:
+        if now - self._beat > self._step_timeout_s + _TICK_S:
+            self.end(
+                self._stuck_sample(),
+                f"the workflow held its worker for {self._step_timeout_s:g} s without await",
+                reason=ErrorReason.WORKFLOW_RAISED,
+            )
+
+    def _check_memory(self) -> None:
+        used = resident_bytes()
+        if used <= self._memory_bytes:
+            return
+        mib = self._memory_bytes >> 20
+        self.end(
+            # Whoever holds the loop right now has done it; a slow leak is nobody's in particular.
+            self._stuck_sample(),
+            f"its worker used {used >> 20} MiB, more than workflow.worker_memory_mib = {mib}",
+            reason=ErrorReason.WORKFLOW_RAISED,
+        )
 
     def _stuck_sample(self) -> str:
         task = asyncio.current_task(self._loop)
         owner = getattr(task, "owner", None) if isinstance(task, SampleTask) else None
         spec = getattr(owner, "spec", None)
         return "" if spec is None else str(spec.sample_id)
-
-    def _end(self, sample_id: str, message: str, *, rewarding: bool) -> None:
-        reason = ErrorReason.REWARD_RAISED if rewarding else ErrorReason.WORKFLOW_RAISED
-        text = json.dumps({"sample_id": sample_id, "reason": reason.value, "message": message})
-        temporary = self._report.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self._report)
-        os._exit(EXIT_STUCK)

@@ -15,7 +15,11 @@ from flexmarl.trainer.rank.model import PassInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of a micro-batch as flat columns; `starts` index tokens, `response_starts` log-probs."""
+    """Rows of a micro-batch as flat columns; `starts` index tokens, `response_starts` log-probs.
+
+    `sampled` and `token_advantages` are per response token, like log-probs; None: all of them, and
+    each has its row's advantage.
+    """
 
     tokens: np.ndarray
     prompt_lengths: np.ndarray
@@ -25,6 +29,8 @@ class Rows:
     logprobs: np.ndarray
     starts: np.ndarray
     response_starts: np.ndarray
+    sampled: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
 
     @classmethod
     def parse(cls, message: rank_pb2.RankGradients) -> Rows:
@@ -43,6 +49,10 @@ class Rows:
         rows = {len(prompts), len(responses), len(advantages), len(temperatures)}
         if len(rows) != 1 or lengths.sum() != len(tokens) or responses.sum() != len(logprobs):
             raise ValueError("columns of the micro-batch do not fit each other")
+        sampled = np.frombuffer(message.sampled, dtype=np.bool_) if message.sampled else None
+        by_token = np.frombuffer(message.token_advantages, dtype="<f8")
+        if len(message.sampled) not in (0, len(logprobs)) or len(by_token) != len(message.sampled):
+            raise ValueError("columns of the merged rows do not fit the others")
         return cls(
             tokens=tokens,
             prompt_lengths=prompts,
@@ -52,6 +62,8 @@ class Rows:
             logprobs=logprobs,
             starts=_starts(lengths),
             response_starts=_starts(responses),
+            sampled=sampled,
+            token_advantages=None if sampled is None else by_token,
         )
 
     @property
@@ -102,6 +114,14 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
     # The state before a sampled token predicts it.
     scored = _ranges(_starts(lengths) + prompts - 1, responses)
     source = _ranges(rows.response_starts[index], responses)
+    row_tokens = responses
+    if rows.sampled is not None:  # what stands between the turns of a merged row is not scored
+        kept = rows.sampled[source]
+        row_of, scored, source = row_of[kept], scored[kept], source[kept]
+        row_tokens = np.bincount(row_of, minlength=len(picked))
+    advantages = rows.advantages[index][row_of]
+    if rows.token_advantages is not None:
+        advantages = rows.token_advantages[source]
 
     def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
@@ -116,9 +136,9 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
             temperatures=tensor(rows.temperatures[index][row_of]),
         ),
         behaviour=tensor(rows.logprobs[source]),
-        advantage=tensor(rows.advantages[index][row_of]),
+        advantage=tensor(advantages),
         row=tensor(row_of),
-        row_tokens=tensor(responses[row_of].astype(np.int64)),
+        row_tokens=tensor(row_tokens[row_of].astype(np.int64)),
         mask=torch.ones(len(row_of), dtype=torch.bool, device=device),
         num_rows=len(picked),
         num_tokens=len(tokens),

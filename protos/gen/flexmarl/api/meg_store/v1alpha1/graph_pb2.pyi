@@ -314,6 +314,8 @@ class Sample(_message.Message):
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_NS_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    LEFT_POLICIES_FIELD_NUMBER: _builtins.int
+    USED_POLICIES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Id, see core.ids."""
     group_id: _builtins.str
@@ -348,6 +350,16 @@ class Sample(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why it failed; set with SAMPLE_STATUS_FAILED."""
 
+    @_builtins.property
+    def left_policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies that the sample will not call again, set by the dispatcher while it is open. They only
+        grow: an open row that names fewer changes nothing.
+        """
+
+    @_builtins.property
+    def used_policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies that finished a vertex of it, set with left_policies and at its end."""
+
     def __init__(
         self,
         *,
@@ -366,10 +378,12 @@ class Sample(_message.Message):
         max_version: _builtins.int = ...,
         started_unix_ns: _builtins.int = ...,
         finished_unix_ns: _builtins.int = ...,
+        left_policies: _abc.Iterable[_builtins.str] | None = ...,
+        used_policies: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "failure", b"failure", "finished_unix_ns", b"finished_unix_ns", "group_id", b"group_id", "max_version", b"max_version", "min_version", b"min_version", "num_vertices", b"num_vertices", "ordinal", b"ordinal", "output_json", b"output_json", "rewards", b"rewards", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "started_unix_ns", b"started_unix_ns", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "failure", b"failure", "finished_unix_ns", b"finished_unix_ns", "group_id", b"group_id", "left_policies", b"left_policies", "max_version", b"max_version", "min_version", b"min_version", "num_vertices", b"num_vertices", "ordinal", b"ordinal", "output_json", b"output_json", "rewards", b"rewards", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "started_unix_ns", b"started_unix_ns", "status", b"status", "used_policies", b"used_policies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +558,8 @@ class VertexMeta(_message.Message):
     DISPATCHED_UNIX_NS_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_NS_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
+    EXTENDS_VERTEX_ID_FIELD_NUMBER: _builtins.int
+    MERGED_INTO_FIELD_NUMBER: _builtins.int
     vertex_id: _builtins.str
     """Id, see core.ids: sample id, "/", path."""
     sample_id: _builtins.str
@@ -598,6 +614,14 @@ class VertexMeta(_message.Message):
     """Finished, Unix nanoseconds."""
     trainable: _builtins.bool
     """True when the policy is trained: such a row must end consumed or void."""
+    extends_vertex_id: _builtins.str
+    """Earlier vertex of the same agent and sample whose prompt and response this one's prompt begins
+    with, token by token; empty if none. Set by the dispatcher.
+    """
+    merged_into: _builtins.str
+    """Last vertex of the chain that this one is trained with as one row; empty when it is a row of its
+    own or the last of a chain. Set when its group closes.
+    """
     @_builtins.property
     def upstream_vertex_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Vertices whose output this one needed: the edges into it."""
@@ -651,10 +675,12 @@ class VertexMeta(_message.Message):
         dispatched_unix_ns: _builtins.int = ...,
         finished_unix_ns: _builtins.int = ...,
         trainable: _builtins.bool = ...,
+        extends_vertex_id: _builtins.str = ...,
+        merged_into: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "advantage", b"advantage", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "advantage", b"advantage", "agent", b"agent", "attempt", b"attempt", "batch", b"batch", "batch_attempt", b"batch_attempt", "dispatched_unix_ns", b"dispatched_unix_ns", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "group_id", b"group_id", "input_hash", b"input_hash", "instance_id", b"instance_id", "kind", b"kind", "micro_batch_id", b"micro_batch_id", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "path", b"path", "policy", b"policy", "policy_version", b"policy_version", "ready_columns", b"ready_columns", "ready_unix_ns", b"ready_unix_ns", "reward", b"reward", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "status", b"status", "trainable", b"trainable", "upstream_vertex_ids", b"upstream_vertex_ids", "version_runs", b"version_runs", "vertex_id", b"vertex_id", "void_reason", b"void_reason", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "advantage", b"advantage", "agent", b"agent", "attempt", b"attempt", "batch", b"batch", "batch_attempt", b"batch_attempt", "dispatched_unix_ns", b"dispatched_unix_ns", "extends_vertex_id", b"extends_vertex_id", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "group_id", b"group_id", "input_hash", b"input_hash", "instance_id", b"instance_id", "kind", b"kind", "merged_into", b"merged_into", "micro_batch_id", b"micro_batch_id", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "path", b"path", "policy", b"policy", "policy_version", b"policy_version", "ready_columns", b"ready_columns", "ready_unix_ns", b"ready_unix_ns", "reward", b"reward", "sample_attempt", b"sample_attempt", "sample_id", b"sample_id", "status", b"status", "trainable", b"trainable", "upstream_vertex_ids", b"upstream_vertex_ids", "version_runs", b"version_runs", "vertex_id", b"vertex_id", "void_reason", b"void_reason", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
     _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015

@@ -35,6 +35,8 @@ class _WriteOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WriteOut
     """The same content was there already."""
     WRITE_OUTCOME_DUPLICATE: _WriteOutcome.ValueType  # 3
     """A terminal row was there already; this late result was recorded as a duplicate, never used."""
+    WRITE_OUTCOME_SUBGRAPH_CLOSED: _WriteOutcome.ValueType  # 4
+    """Not written: no further row of the policy is taken in this batch."""
 
 class WriteOutcome(_WriteOutcome, metaclass=_WriteOutcomeEnumTypeWrapper):
     """WriteOutcome says what became of one row."""
@@ -47,6 +49,8 @@ WRITE_OUTCOME_UNCHANGED: WriteOutcome.ValueType  # 2
 """The same content was there already."""
 WRITE_OUTCOME_DUPLICATE: WriteOutcome.ValueType  # 3
 """A terminal row was there already; this late result was recorded as a duplicate, never used."""
+WRITE_OUTCOME_SUBGRAPH_CLOSED: WriteOutcome.ValueType  # 4
+"""Not written: no further row of the policy is taken in this batch."""
 Global___WriteOutcome: _TypeAlias = WriteOutcome  # noqa: Y015
 
 class _VertexView:
@@ -685,10 +689,13 @@ class ReleasedRow(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     ADVANTAGE_FIELD_NUMBER: _builtins.int
+    MERGED_INTO_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """Its reward."""
     advantage: _builtins.float
     """Its advantage."""
+    merged_into: _builtins.str
+    """Last vertex of the chain that it is trained with as one row; empty when it is a row of its own."""
     @_builtins.property
     def row(self) -> _common_pb2.VertexRef:
         """The row."""
@@ -699,10 +706,11 @@ class ReleasedRow(_message.Message):
         row: _common_pb2.VertexRef | None = ...,
         reward: _builtins.float = ...,
         advantage: _builtins.float = ...,
+        merged_into: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "reward", b"reward", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "merged_into", b"merged_into", "reward", b"reward", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

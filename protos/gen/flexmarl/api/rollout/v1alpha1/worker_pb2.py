@@ -28,7 +28,7 @@ from flexmarl.api.rollout.v1alpha1 import engine_pb2 as flexmarl_dot_api_dot_rol
 from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flexmarl/api/rollout/v1alpha1/worker.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\x1a+flexmarl/api/rollout/v1alpha1/rollout.proto\"\xdd\x01\n\rWorkerCommand\x12\x39\n\x05setup\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerSetup\x12:\n\x05start\x18\x02 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.WorkerSample\x12\x19\n\x11\x63\x61ncel_sample_ids\x18\x03 \x03(\t\x12:\n\x07\x61nswers\x18\x04 \x03(\x0b\x32).flexmarl.api.rollout.v1alpha1.CallAnswer\"\xcd\x01\n\x0bWorkerSetup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rworkflow_path\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\x0c\x12O\n\x0bmodel_paths\x18\x04 \x03(\x0b\x32:.flexmarl.api.rollout.v1alpha1.WorkerSetup.ModelPathsEntry\x1a\x31\n\x0fModelPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x80\x01\n\x0cWorkerSample\x12\x37\n\x04spec\x18\x01 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.SampleSpec\x12\x37\n\x06stored\x18\x02 \x03(\x0b\x32\'.flexmarl.api.meg_store.v1alpha1.Vertex\"~\n\nCallAnswer\x12\x11\n\tvertex_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"\x8f\x02\n\x0bWorkerEvent\x12\x39\n\x05ready\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerReady\x12\x37\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32(.flexmarl.api.rollout.v1alpha1.AgentCall\x12\x36\n\x05tools\x18\x03 \x03(\x0b\x32\'.flexmarl.api.meg_store.v1alpha1.Vertex\x12\x1c\n\x14\x63\x61ncelled_vertex_ids\x18\x04 \x03(\t\x12\x36\n\x04\x65nds\x18\x05 \x03(\x0b\x32(.flexmarl.api.rollout.v1alpha1.SampleEnd\"E\n\x0bWorkerReady\x12\x36\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"\xe7\x01\n\tAgentCall\x12\x11\n\tvertex_id\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05\x61gent\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x12\n\ninput_hash\x18\x06 \x01(\x0c\x12\x1b\n\x13upstream_vertex_ids\x18\x07 \x03(\t\x12\x15\n\rprompt_tokens\x18\x08 \x03(\r\x12?\n\x08sampling\x18\t \x01(\x0b\x32-.flexmarl.api.rollout.v1alpha1.SamplingParams\"\xe4\x01\n\tSampleEnd\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12:\n\x06status\x18\x02 \x01(\x0e\x32*.flexmarl.api.common.v1alpha1.SampleStatus\x12;\n\x07rewards\x18\x03 \x01(\x0b\x32*.flexmarl.api.meg_store.v1alpha1.RewardSet\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x13\n\x0boutput_json\x18\x05 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flexmarl/api/rollout/v1alpha1/worker.proto\x12\x1d\x66lexmarl.api.rollout.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\x1a+flexmarl/api/rollout/v1alpha1/rollout.proto\"\xdd\x01\n\rWorkerCommand\x12\x39\n\x05setup\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerSetup\x12:\n\x05start\x18\x02 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.WorkerSample\x12\x19\n\x11\x63\x61ncel_sample_ids\x18\x03 \x03(\t\x12:\n\x07\x61nswers\x18\x04 \x03(\x0b\x32).flexmarl.api.rollout.v1alpha1.CallAnswer\"\xcd\x01\n\x0bWorkerSetup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rworkflow_path\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\x0c\x12O\n\x0bmodel_paths\x18\x04 \x03(\x0b\x32:.flexmarl.api.rollout.v1alpha1.WorkerSetup.ModelPathsEntry\x1a\x31\n\x0fModelPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x80\x01\n\x0cWorkerSample\x12\x37\n\x04spec\x18\x01 \x01(\x0b\x32).flexmarl.api.rollout.v1alpha1.SampleSpec\x12\x37\n\x06stored\x18\x02 \x03(\x0b\x32\'.flexmarl.api.meg_store.v1alpha1.Vertex\"\xbf\x01\n\nCallAnswer\x12\x11\n\tvertex_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x15\n\rstored_before\x18\x05 \x01(\x08\x12\x0e\n\x06output\x18\x06 \x01(\x0c\x12\x18\n\x10\x66inished_unix_ns\x18\x07 \x01(\x03\"\xc8\x02\n\x0bWorkerEvent\x12\x39\n\x05ready\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerReady\x12\x37\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32(.flexmarl.api.rollout.v1alpha1.AgentCall\x12\x36\n\x05tools\x18\x03 \x03(\x0b\x32\'.flexmarl.api.meg_store.v1alpha1.Vertex\x12\x1c\n\x14\x63\x61ncelled_vertex_ids\x18\x04 \x03(\t\x12\x36\n\x04\x65nds\x18\x05 \x03(\x0b\x32(.flexmarl.api.rollout.v1alpha1.SampleEnd\x12\x37\n\x04left\x18\x06 \x03(\x0b\x32).flexmarl.api.rollout.v1alpha1.SampleLeft\"1\n\nSampleLeft\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08policies\x18\x02 \x03(\t\"E\n\x0bWorkerReady\x12\x36\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\"\x82\x02\n\tAgentCall\x12\x11\n\tvertex_id\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05\x61gent\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x12\n\ninput_hash\x18\x06 \x01(\x0c\x12\x1b\n\x13upstream_vertex_ids\x18\x07 \x03(\t\x12\x15\n\rprompt_tokens\x18\x08 \x03(\r\x12?\n\x08sampling\x18\t \x01(\x0b\x32-.flexmarl.api.rollout.v1alpha1.SamplingParams\x12\x19\n\x11\x65xtends_vertex_id\x18\n \x01(\t\"\xf8\x01\n\tSampleEnd\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12:\n\x06status\x18\x02 \x01(\x0e\x32*.flexmarl.api.common.v1alpha1.SampleStatus\x12;\n\x07rewards\x18\x03 \x01(\x0b\x32*.flexmarl.api.meg_store.v1alpha1.RewardSet\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x13\n\x0boutput_json\x18\x05 \x01(\x0c\x12\x12\n\nreward_job\x18\x06 \x01(\x0c\"\x82\x01\n\rRewardCommand\x12\x39\n\x05setup\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerSetup\x12\x36\n\x04jobs\x18\x02 \x03(\x0b\x32(.flexmarl.api.rollout.v1alpha1.RewardJob\"0\n\tRewardJob\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08job_json\x18\x02 \x01(\x0c\"\x86\x01\n\x0bRewardEvent\x12\x39\n\x05ready\x18\x01 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.WorkerReady\x12<\n\x07results\x18\x02 \x03(\x0b\x32+.flexmarl.api.rollout.v1alpha1.RewardResult\"\x96\x01\n\x0cRewardResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12;\n\x07rewards\x18\x02 \x01(\x0b\x32*.flexmarl.api.meg_store.v1alpha1.RewardSet\x12\x36\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failureb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,14 +45,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSETUP_MODELPATHSENTRY']._serialized_end=684
   _globals['_WORKERSAMPLE']._serialized_start=687
   _globals['_WORKERSAMPLE']._serialized_end=815
-  _globals['_CALLANSWER']._serialized_start=817
-  _globals['_CALLANSWER']._serialized_end=943
-  _globals['_WORKEREVENT']._serialized_start=946
-  _globals['_WORKEREVENT']._serialized_end=1217
-  _globals['_WORKERREADY']._serialized_start=1219
-  _globals['_WORKERREADY']._serialized_end=1288
-  _globals['_AGENTCALL']._serialized_start=1291
-  _globals['_AGENTCALL']._serialized_end=1522
-  _globals['_SAMPLEEND']._serialized_start=1525
-  _globals['_SAMPLEEND']._serialized_end=1753
+  _globals['_CALLANSWER']._serialized_start=818
+  _globals['_CALLANSWER']._serialized_end=1009
+  _globals['_WORKEREVENT']._serialized_start=1012
+  _globals['_WORKEREVENT']._serialized_end=1340
+  _globals['_SAMPLELEFT']._serialized_start=1342
+  _globals['_SAMPLELEFT']._serialized_end=1391
+  _globals['_WORKERREADY']._serialized_start=1393
+  _globals['_WORKERREADY']._serialized_end=1462
+  _globals['_AGENTCALL']._serialized_start=1465
+  _globals['_AGENTCALL']._serialized_end=1723
+  _globals['_SAMPLEEND']._serialized_start=1726
+  _globals['_SAMPLEEND']._serialized_end=1974
+  _globals['_REWARDCOMMAND']._serialized_start=1977
+  _globals['_REWARDCOMMAND']._serialized_end=2107
+  _globals['_REWARDJOB']._serialized_start=2109
+  _globals['_REWARDJOB']._serialized_end=2157
+  _globals['_REWARDEVENT']._serialized_start=2160
+  _globals['_REWARDEVENT']._serialized_end=2294
+  _globals['_REWARDRESULT']._serialized_start=2297
+  _globals['_REWARDRESULT']._serialized_end=2447
 # @@protoc_insertion_point(module_scope)

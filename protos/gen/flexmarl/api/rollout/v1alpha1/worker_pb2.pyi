@@ -152,7 +152,7 @@ Global___WorkerSample: _TypeAlias = WorkerSample  # noqa: Y015
 
 @_typing.final
 class CallAnswer(_message.Message):
-    """CallAnswer answers one call of the workflow."""
+    """CallAnswer answers one call of the workflow, or says that a tool's row is stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,10 +160,21 @@ class CallAnswer(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    STORED_BEFORE_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    FINISHED_UNIX_NS_FIELD_NUMBER: _builtins.int
     vertex_id: _builtins.str
     """Vertex."""
     finish_reason: _builtins.str
     """"stop", "length" or "abort"."""
+    stored_before: _builtins.bool
+    """Set when another row was stored under the id before this one: the answer is that row's, and
+    `output` is what its tool returned, JSON.
+    """
+    output: _builtins.bytes
+    """See `stored_before`; empty for agents."""
+    finished_unix_ns: _builtins.int
+    """When the vertex finished, Unix nanoseconds: joins take answers in this order."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampled tokens."""
@@ -179,10 +190,13 @@ class CallAnswer(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
         failure: _common_pb2.Failure | None = ...,
+        stored_before: _builtins.bool = ...,
+        output: _builtins.bytes = ...,
+        finished_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "tokens", b"tokens", "vertex_id", b"vertex_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "output", b"output", "stored_before", b"stored_before", "tokens", b"tokens", "vertex_id", b"vertex_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,6 +213,7 @@ class WorkerEvent(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     CANCELLED_VERTEX_IDS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___WorkerReady:
         """The worker has imported the workflow, or says why not; first frame only."""
@@ -209,7 +224,7 @@ class WorkerEvent(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_graph_pb2.Vertex]:
-        """Tool vertices that ended, to be stored."""
+        """Tool vertices that ended, and intents of tools that run once: to be stored, then answered."""
 
     @_builtins.property
     def cancelled_vertex_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -219,6 +234,10 @@ class WorkerEvent(_message.Message):
     def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleEnd]:
         """Samples that ended."""
 
+    @_builtins.property
+    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleLeft]:
+        """Samples that will not call some policies again."""
+
     def __init__(
         self,
         *,
@@ -227,14 +246,43 @@ class WorkerEvent(_message.Message):
         tools: _abc.Iterable[_graph_pb2.Vertex] | None = ...,
         cancelled_vertex_ids: _abc.Iterable[_builtins.str] | None = ...,
         ends: _abc.Iterable[Global___SampleEnd] | None = ...,
+        left: _abc.Iterable[Global___SampleLeft] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled_vertex_ids", b"cancelled_vertex_ids", "ends", b"ends", "ready", b"ready", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled_vertex_ids", b"cancelled_vertex_ids", "ends", b"ends", "left", b"left", "ready", b"ready", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerEvent: _TypeAlias = WorkerEvent  # noqa: Y015
+
+@_typing.final
+class SampleLeft(_message.Message):
+    """SampleLeft says that a sample attempt will not call some policies again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Sample."""
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies, all that it has left so far."""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        policies: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleLeft: _TypeAlias = SampleLeft  # noqa: Y015
 
 @_typing.final
 class WorkerReady(_message.Message):
@@ -275,6 +323,7 @@ class AgentCall(_message.Message):
     UPSTREAM_VERTEX_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    EXTENDS_VERTEX_ID_FIELD_NUMBER: _builtins.int
     vertex_id: _builtins.str
     """Vertex."""
     sample_id: _builtins.str
@@ -287,6 +336,8 @@ class AgentCall(_message.Message):
     """Policy."""
     input_hash: _builtins.bytes
     """Hash of agent and rendered input."""
+    extends_vertex_id: _builtins.str
+    """Earlier call of the same agent whose prompt and response this prompt begins with; empty if none."""
     @_builtins.property
     def upstream_vertex_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Vertices whose output it needed."""
@@ -311,10 +362,11 @@ class AgentCall(_message.Message):
         upstream_vertex_ids: _abc.Iterable[_builtins.str] | None = ...,
         prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _engine_pb2.SamplingParams | None = ...,
+        extends_vertex_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "input_hash", b"input_hash", "path", b"path", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sample_id", b"sample_id", "sampling", b"sampling", "upstream_vertex_ids", b"upstream_vertex_ids", "vertex_id", b"vertex_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "extends_vertex_id", b"extends_vertex_id", "input_hash", b"input_hash", "path", b"path", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sample_id", b"sample_id", "sampling", b"sampling", "upstream_vertex_ids", b"upstream_vertex_ids", "vertex_id", b"vertex_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,12 +383,15 @@ class SampleEnd(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     OUTPUT_JSON_FIELD_NUMBER: _builtins.int
+    REWARD_JOB_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Sample."""
     status: _common_pb2.SampleStatus.ValueType
     """DONE, FAILED, CANCELLED or SUPERSEDED (replay diverged)."""
     output_json: _builtins.bytes
     """What the workflow returned, JSON."""
+    reward_job: _builtins.bytes
+    """With DONE and without rewards: what a reward process is to be given, see RewardJob."""
     @_builtins.property
     def rewards(self) -> _graph_pb2.RewardSet:
         """What the reward function returned, with DONE."""
@@ -353,11 +408,132 @@ class SampleEnd(_message.Message):
         rewards: _graph_pb2.RewardSet | None = ...,
         failure: _common_pb2.Failure | None = ...,
         output_json: _builtins.bytes = ...,
+        reward_job: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "output_json", b"output_json", "rewards", b"rewards", "sample_id", b"sample_id", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "output_json", b"output_json", "reward_job", b"reward_job", "rewards", b"rewards", "sample_id", b"sample_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleEnd: _TypeAlias = SampleEnd  # noqa: Y015
+
+@_typing.final
+class RewardCommand(_message.Message):
+    """RewardCommand goes from the dispatcher to a reward process; parts are coalesced into one frame."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETUP_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def setup(self) -> Global___WorkerSetup:
+        """Configures the process; first frame only."""
+
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardJob]:
+        """Samples to score, in this order."""
+
+    def __init__(
+        self,
+        *,
+        setup: Global___WorkerSetup | None = ...,
+        jobs: _abc.Iterable[Global___RewardJob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["setup", b"setup"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "setup", b"setup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardCommand: _TypeAlias = RewardCommand  # noqa: Y015
+
+@_typing.final
+class RewardJob(_message.Message):
+    """RewardJob is one finished sample to score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    JOB_JSON_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Sample."""
+    job_json: _builtins.bytes
+    """The finished sample, JSON as the worker wrote it."""
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        job_json: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardJob: _TypeAlias = RewardJob  # noqa: Y015
+
+@_typing.final
+class RewardEvent(_message.Message):
+    """RewardEvent goes from a reward process to the dispatcher."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ready(self) -> Global___WorkerReady:
+        """The process has imported the reward function, or says why not; first frame only."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardResult]:
+        """Scored samples, in the order of the jobs."""
+
+    def __init__(
+        self,
+        *,
+        ready: Global___WorkerReady | None = ...,
+        results: _abc.Iterable[Global___RewardResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardEvent: _TypeAlias = RewardEvent  # noqa: Y015
+
+@_typing.final
+class RewardResult(_message.Message):
+    """RewardResult is what became of one RewardJob."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Sample."""
+    @_builtins.property
+    def rewards(self) -> _graph_pb2.RewardSet:
+        """What the reward function returned; unset on failure."""
+
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure:
+        """Why there is none; unset on success."""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        rewards: _graph_pb2.RewardSet | None = ...,
+        failure: _common_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardResult: _TypeAlias = RewardResult  # noqa: Y015

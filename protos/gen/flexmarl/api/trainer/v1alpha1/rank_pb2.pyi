@@ -467,6 +467,8 @@ class RankGradients(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_PER_PASS_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    TOKEN_ADVANTAGES_FIELD_NUMBER: _builtins.int
     micro_batch_id: _builtins.str
     """Micro-batch."""
     tokens: _builtins.bytes
@@ -485,6 +487,12 @@ class RankGradients(_message.Message):
     """Optimizer steps so far; drives schedules."""
     max_tokens_per_pass: _builtins.int
     """Most padded tokens per pass; 0 means as the policy is configured."""
+    sampled: _builtins.bytes
+    """1 per response token that was sampled, 0 for one that stands between the turns of a merged row:
+    uint8, row after row. Empty: all were sampled.
+    """
+    token_advantages: _builtins.bytes
+    """Advantage per response token, row after row: float64. Empty: each has its row's."""
     def __init__(
         self,
         *,
@@ -497,10 +505,12 @@ class RankGradients(_message.Message):
         logprobs: _builtins.bytes = ...,
         num_updates: _builtins.int = ...,
         max_tokens_per_pass: _builtins.int = ...,
+        sampled: _builtins.bytes = ...,
+        token_advantages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "max_tokens_per_pass", b"max_tokens_per_pass", "micro_batch_id", b"micro_batch_id", "num_updates", b"num_updates", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "temperatures", b"temperatures", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "max_tokens_per_pass", b"max_tokens_per_pass", "micro_batch_id", b"micro_batch_id", "num_updates", b"num_updates", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "sampled", b"sampled", "temperatures", b"temperatures", "token_advantages", b"token_advantages", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

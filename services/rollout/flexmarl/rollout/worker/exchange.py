@@ -1,0 +1,111 @@
+"""What a sample and its dispatcher say to each other: calls and rows out, answers in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer, WorkerSample
+from flexmarl.core.errors import DomainError
+from flexmarl.rollout.worker import failures
+from flexmarl.rollout.worker.outbox import Outbox
+from flexmarl.rollout.worker.replay import Replay
+from flexmarl.rollout.workflow import CallError
+
+
+class Exchange:
+    """The open questions of one sample.
+
+    Attributes:
+        spec: The sample.
+        replay: What is stored of it.
+        failure: Set when the sample must fail, whatever its workflow makes of it.
+
+    Args:
+        sample: The sample, with the vertices that are stored of it.
+        on_diverged: Called when a repeated run asks for other work than is stored.
+    """
+
+    def __init__(
+        self, sample: WorkerSample, *, outbox: Outbox, on_diverged: Callable[[], None]
+    ) -> None:
+        self.spec = sample.spec
+        self.replay = Replay(sample.stored, on_diverged=on_diverged)
+        self.failure: Failure | None = None
+        self._outbox = outbox
+        self._pending: dict[str, asyncio.Future[CallAnswer]] = {}
+        self._calls: set[str] = set()
+        self._closed = False
+
+    def vertex_id(self, path: str) -> str:
+        """Id of the vertex of a call."""
+        return f"{self.spec.sample_id}/{path}"
+
+    def check_open(self, what: str) -> None:
+        """Refuses work after the workflow returned."""
+        if self._closed:
+            raise RuntimeError(f"{what} after the workflow of sample {self.spec.sample_id} ended")
+
+    def fail_sample(self, error: DomainError) -> CallError:
+        """Notes that the sample must fail, whatever the workflow does next."""
+        if self.failure is None:
+            self.failure = failures.failure(error.reason, error.message, **error.metadata)
+        return CallError(error.reason, error.message, error.metadata)
+
+    def answer(self, answer: CallAnswer) -> None:
+        """Gives whoever asked its answer; one that nobody waits for is dropped."""
+        future = self._pending.pop(answer.vertex_id, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def ask(self, call: AgentCall) -> CallAnswer:
+        """Sends a call; waits for its answer, which comes at latest at the agent's timeout_s."""
+        vertex_id = call.vertex_id
+        self._outbox.event().calls.append(call)
+        self._calls.add(vertex_id)
+        try:
+            return await self._answered(vertex_id)
+        except asyncio.CancelledError:
+            if vertex_id in self._calls and not self._closed:
+                self._outbox.event().cancelled_vertex_ids.append(vertex_id)
+            raise
+        finally:
+            self._calls.discard(vertex_id)
+
+    async def store(self, vertex: Vertex) -> CallAnswer | None:
+        """Has a tool's row stored; waits until it is durable, as long as the store needs.
+
+        Returns:
+            What was stored under the id before, if something was; None otherwise.
+        """
+        self.check_open("a tool was called")
+        self._outbox.event().tools.append(vertex)
+        answer = await self._answered(vertex.meta.vertex_id)
+        return answer if answer.stored_before else None
+
+    def record(self, vertex: Vertex) -> None:
+        """Has a row stored that nobody waits for."""
+        if not self._closed:
+            self._outbox.event().tools.append(vertex)
+
+    def leave(self, policies: Iterable[str]) -> None:
+        """Says which policies will not be called again."""
+        self._outbox.event().left.add(sample_id=self.spec.sample_id, policies=policies)
+
+    def close(self) -> None:
+        """Cuts the calls that the workflow no longer waits for, and refuses further ones."""
+        self._closed = True
+        if self._calls:
+            self._outbox.event().cancelled_vertex_ids.extend(sorted(self._calls))
+        self._pending.clear()
+
+    async def _answered(self, vertex_id: str) -> CallAnswer:
+        future: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
+        self._pending[vertex_id] = future
+        try:
+            return await future
+        finally:
+            if self._pending.get(vertex_id) is future:
+                del self._pending[vertex_id]

@@ -1,0 +1,107 @@
+"""A reward process: a child of the dispatcher that runs the user's reward function, one at a time.
+
+It waits for jobs on its link (freed by a frame; the closing of the link ends the process, I15). It
+keeps no time: a function that never returns may hold the interpreter's lock (a regular expression
+does), so the dispatcher ends the whole process when a job takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import Any, Final
+
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+    RewardCommand,
+    RewardEvent,
+    RewardJob,
+    RewardResult,
+    WorkerReady,
+    WorkerSetup,
+)
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.worker import failures, user_code
+from flexmarl.rollout.worker.memory import resident_bytes
+from flexmarl.rollout.worker.reward_job import decode_job
+from flexmarl.rollout.worker.rewards import to_reward_set
+from flexmarl.rollout.worker.user_code import RewardCode
+from flexmarl.runtime.child_link import ChildLink
+from flexmarl.runtime.config import LogConfig
+from flexmarl.runtime.logging import configure_logging
+
+EXIT_MEMORY: Final = 88
+"""Exit code of a process that ended itself, between two jobs, because it had grown too large."""
+
+
+def run(args: dict[str, Any]) -> int:
+    """Entry point of the forked child.
+
+    Args:
+        args: `log`: the service's log section.
+    """
+    configure_logging(LogConfig.model_validate(args["log"]), service="rollout-reward")
+    link = ChildLink.from_environment()
+    scorer: Scorer | None = None
+    while (frame := link.recv()) is not None:
+        command = RewardCommand.FromString(frame)
+        if command.HasField("setup"):
+            ready, scorer = _set_up(command.setup)
+            link.send(RewardEvent(ready=ready).SerializeToString())
+        if scorer is None:
+            continue
+        for job in command.jobs:
+            link.send(RewardEvent(results=[scorer.score(job)]).SerializeToString())
+            if resident_bytes() > scorer.memory_bytes:
+                return EXIT_MEMORY
+    return 0
+
+
+def _set_up(setup: WorkerSetup) -> tuple[WorkerReady, Scorer | None]:
+    try:
+        user = user_code.load_reward(
+            config_json=setup.config_json, workflow_path=setup.workflow_path
+        )
+    except DomainError as error:
+        failure = failures.failure(error.reason, error.message, **error.metadata)
+        return WorkerReady(failure=failure), None
+    return WorkerReady(), Scorer(user)
+
+
+class Scorer:
+    """Runs the reward function of one run.
+
+    Attributes:
+        memory_bytes: Most resident memory of the process between two jobs.
+    """
+
+    def __init__(self, user: RewardCode) -> None:
+        workflow = user.config.workflow
+        self.memory_bytes = workflow.worker_memory_mib << 20
+        self._user = user
+        self._what = f"reward {workflow.reward}"
+
+    def score(self, job: RewardJob) -> RewardResult:
+        """What the function makes of a finished sample; never raises for what user code does."""
+        result = RewardResult(sample_id=job.sample_id)
+        try:
+            sample = decode_job(job.job_json)
+            returned = self._user.reward(sample)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_wait(returned))
+            rewards = to_reward_set(
+                returned, sample=sample, agents=self._user.config.agents.keys(), what=self._what
+            )
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+            failure = failures.of_exception(
+                error, reason=ErrorReason.REWARD_RAISED, what=self._what, folder=self._user.folder
+            )
+            result.failure.CopyFrom(failure)
+        else:
+            result.rewards.CopyFrom(rewards)
+        sys.stdout.flush()
+        return result
+
+
+async def _wait(awaitable: Any) -> Any:  # noqa: ANN401 - whatever the user's function returned
+    return await awaitable
