@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from rollout.engines.completion_server import CompletionServer
@@ -25,6 +28,7 @@ from flexmarl.rollout.engines.base import EngineBrokenError
 from flexmarl.rollout.engines.http_json import HttpServer
 from flexmarl.rollout.engines.remote_engine import RemoteEngine
 from flexmarl.rollout.engines.vllm_engine import VllmBackend
+from flexmarl.rollout.engines.vllm_process import new_socket_path
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +186,16 @@ def test_an_external_server_needs_the_key_that_the_config_names(folder):
     options.external.api_key_variable = "FLEXMARL_TEST_NO_SUCH_KEY"
     with pytest.raises(DomainError, match="FLEXMARL_TEST_NO_SUCH_KEY"):
         make_engine(folder, engine="external", options=options.SerializeToString().hex())
+
+
+def test_folders_of_killed_servers_are_removed_and_living_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive, young = (Path(new_socket_path()) for _ in range(3))
+    server = CompletionServer(alive)
+    for path in (dead, alive):
+        os.utime(path.parent, (0, 0))
+    new_socket_path()
+    assert (dead.parent.exists(), alive.parent.exists(), young.parent.exists()) == (
+        False, True, True,
+    )  # fmt: skip
+    server.close()

@@ -20,6 +20,7 @@ from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import (
 from flexmarl.client.bundle import folder_hash
 from flexmarl.client.segments import SegmentReader
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.keepalive import server_options
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.host.app import Host
 from flexmarl.rollout.host.launcher import Launcher
@@ -96,7 +97,7 @@ class FakeDispatcher(RolloutServiceServicer):
         self.port = 0
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=server_options())
         add_RolloutServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()

@@ -61,9 +61,13 @@ def build(settings: EngineSettings, wake: Callable[[], None]) -> RemoteEngine:
     process = VllmProcess(
         command_line(settings, options, socket=socket), socket=socket, on_exit=_end_with
     )
-    process.wait_ready()
     backend = VllmBackend(process.server, vocab_size=shape.vocab_size, seeded=options.seeded)
-    backend.prepare()
+    try:
+        process.wait_ready()
+        backend.prepare()
+    except BaseException:
+        process.close()
+        raise
     return RemoteEngine(
         backend,
         admission=Admission(
@@ -93,9 +97,17 @@ class VllmBackend:
         self._random_probe: list[float] | None = None
 
     def prepare(self) -> None:
-        """Ready the transfer engine; note what the random weights answer to the probe."""
-        self._control("/init_weight_transfer_engine", {"init_info": {}})
-        self._random_probe = self.probe()
+        """Ready the transfer engine; note what the random weights answer to the probe.
+
+        Raises:
+            DomainError: MODEL_INVALID, the server cannot do what is needed of it.
+        """
+        try:
+            self._control("/init_weight_transfer_engine", {"init_info": {}})
+            self._random_probe = self.probe(salt="start")
+        except (OSError, HttpStatusError, LookupError) as error:
+            message = f"vLLM started, but cannot be used: {error}"
+            raise DomainError(ErrorReason.MODEL_INVALID, message) from error
 
     def generate(self, request: GenerateRequest, *, max_tokens: int, salt: str) -> Response:
         """See `Backend.generate`."""
@@ -118,7 +130,10 @@ class VllmBackend:
 
     def label(self, load: EngineLoad) -> None:
         """See `Backend.label`; touches no request (C2)."""
-        self._control("/update_weight_version", {"new_version": _version_text(load)})
+        try:
+            self._control("/update_weight_version", {"new_version": _version_text(load)})
+        except (OSError, HttpStatusError) as error:
+            raise EngineBrokenError(f"labelling version {load.version}: {error}") from error
 
     def load(self, load: EngineLoad) -> None:
         """See `Backend.load`.
@@ -155,7 +170,7 @@ class VllmBackend:
         answer = self._server.call("GET", "/weight_info", timeout_s=_CONTROL_TIMEOUT_S)
         return str(answer["weight_version"])
 
-    def probe(self) -> list[float]:
+    def probe(self, *, salt: str) -> list[float]:
         """Log-probs of a fixed prompt's tokens under the weights that are held now."""
         body = {
             "model": MODEL_NAME,
@@ -163,7 +178,7 @@ class VllmBackend:
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": 0,
-            "cache_salt": "probe",
+            "cache_salt": salt,
         }
         answer = self._control("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]
@@ -177,7 +192,7 @@ class VllmBackend:
         served = self.weight_version()
         if served != _version_text(load):
             raise ValueError(f"vLLM says that it serves {served!r}")
-        probe = self.probe()
+        probe = self.probe(salt=load.weights_hash)
         if not all(math.isfinite(logprob) for logprob in probe):
             raise ValueError("log-probs of the probe are not finite")
         if self._random_probe == probe:

@@ -8,9 +8,11 @@ input closes: no vLLM outlives its engine (I15), whichever of them is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
+import socket as socket_module
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,9 @@ MODEL_NAME: Final = "policy"
 _START_TIMEOUT_S: Final = 580.0
 """Just below the host's patience with a start, so that the server's last words are told."""
 _TAIL_LINES: Final = 30
+_FOLDER_PREFIX: Final = "flexmarl-vllm-"
+_STALE_S: Final = 3600.0
+"""A folder that is older, and whose socket nobody serves, is left from a server that was killed."""
 
 
 def command_line(settings: EngineSettings, options: VllmOptions, *, socket: str) -> list[str]:
@@ -98,6 +103,7 @@ class VllmProcess:
                 env=_environment(),
             )
         except OSError as error:
+            shutil.rmtree(Path(socket).parent, ignore_errors=True)
             message = f"vllm_python: {command[0]}: {error.strerror}"
             raise DomainError(ErrorReason.MODEL_INVALID, message) from error
         assert self._process.stdout is not None
@@ -145,6 +151,7 @@ class VllmProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        shutil.rmtree(Path(self._socket).parent, ignore_errors=True)
 
     def _healthy(self) -> bool:
         try:
@@ -166,8 +173,25 @@ class VllmProcess:
 
 
 def new_socket_path() -> str:
-    """A path for a socket, short enough for the kernel and unknown to others."""
-    return f"{tempfile.mkdtemp(prefix='flexmarl-vllm-')}/s"
+    """A path for a socket, short enough for the kernel, in a folder of this user alone.
+
+    Folders that killed servers left behind are removed on the way.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _STALE_S
+            if old and not _answers(folder / "s"):
+                shutil.rmtree(folder)
+    return f"{tempfile.mkdtemp(prefix=_FOLDER_PREFIX)}/s"
+
+
+def _answers(path: Path) -> bool:
+    with socket_module.socket(socket_module.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def _environment() -> dict[str, str]:
