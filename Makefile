@@ -26,12 +26,14 @@ SEED ?= 0
 GSM8K_DATA ?= ../shared/data/gsm8k/train.jsonl
 GSM8K_MODEL ?= models/cache/smollm2-135m-instruct
 THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+# chaos
+RUNS ?= 100
 # test: most tests wait for processes, so two at a time keep two cores busy
 TEST_JOBS ?= 2
 # bench
 NAME ?= all
 
-.PHONY: help setup vllm demo gsm8k test test-real prove lint check bench protos clean
+.PHONY: help setup vllm demo gsm8k test test-real prove chaos lint check bench protos clean
 
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -90,6 +92,9 @@ prove: $(STAMP) ## Tests that need hours
 	@$(BIN)/python -m pytest tests -m long --collect-only -q || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest tests -m long --timeout 0 || { status=$$?; \
 	  [ $$status -eq 5 ] && echo "None so far: no test carries the marker 'long'." || exit $$status; }
+
+chaos: $(STAMP) ## Short runs with processes killed at random; ends with a line of counts [RUNS=100 SEED=0]
+	@cd tests && $(abspath $(BIN))/python -m proof.chaos --runs $(RUNS) --seed $(SEED)
 
 lint: $(STAMP) ## Style, types, import rules, contracts
 	@$(BIN)/ruff check .

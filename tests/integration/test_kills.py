@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from integration.cluster_harness import Cluster, Size, eventually, kill
+from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
 
 from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
@@ -111,6 +111,37 @@ async def test_a_run_survives_the_pause_of(victim: str, cluster: Cluster, tmp_pa
             os.kill(pid, signal.SIGCONT)
 
     await survive(f"pause-{victim}", misfortune, cluster, tmp_path)
+
+
+@pytest.mark.timeout(180)
+async def test_why_names_an_engine_that_was_stopped(cluster: Cluster, tmp_path: Path):
+    """I8: a run whose engine hangs says so, with its process and what would end it."""
+    said: list[str] = []
+
+    async def misfortune() -> None:
+        pid = VICTIMS["engine"](cluster)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await eventually(
+                lambda: said.append(why(cluster, tmp_path)) or f"engine process {pid}" in said[-1],
+                what="the engine's name",
+                timeout_s=60,
+            )
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    await survive("why", misfortune, cluster, tmp_path)
+    first = next(line for line in said[-1].splitlines() if "engine process" in line)
+    assert "request(s), and none ended" in first
+    assert "agents.<agent>.timeout_s" in said[-1]
+
+
+def why(cluster: Cluster, out: Path) -> str:
+    """What `flexmarl why` says of the run that goes on."""
+    (folder,) = out.iterdir()
+    done = run_cli("why", folder.name, "--data-dir", str(cluster.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 async def survive(

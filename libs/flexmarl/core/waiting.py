@@ -182,15 +182,12 @@ def _end_of(effect: Work, bounds: Bounds) -> str:
                 f"the answer of the trainer at {effect.trainer}; after service_patience_s = "
                 f"{bounds.service_patience_s:g} the run fails, resumable"
             )
-        case OpenRollout() | StartSamples() | CancelSamples() | PrepareWeights():
+        case (
+            OpenRollout() | StartSamples() | CancelSamples() | PrepareWeights() | ActivateVersion()
+        ):
             return (
                 "the dispatcher's answer; after service_patience_s = "
                 f"{bounds.service_patience_s:g} the run fails, resumable"
-            )
-        case ActivateVersion():
-            return (
-                "the dispatcher's answer, once an instance of each policy serves the version; "
-                f"a dispatcher that is away has service_patience_s = {bounds.service_patience_s:g}"
             )
         case _:
             return (

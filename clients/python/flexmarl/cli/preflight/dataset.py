@@ -81,10 +81,11 @@ def _folder_content(path: Path, split: str, *, key: str) -> bytes:
         if any((path / name).is_file() for name in _SAVED):
             loaded: Any = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.load_dataset(str(path))
+            # Streamed: its cache would be a second copy of files that are here.
+            loaded = datasets.load_dataset(str(path), streaming=True)
     except (OSError, ValueError) as error:
         raise CliError(f"{key}.path: {path}: datasets cannot read it: {error}") from None
-    if isinstance(loaded, datasets.DatasetDict):
+    if isinstance(loaded, dict):
         if split not in loaded:
             known = ", ".join(sorted(loaded)) or "none"
             raise CliError(f"{key}.split: {path} has no split {split!r}; it has: {known}")

@@ -79,7 +79,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def check_trackers(config: RunConfig) -> None:
