@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks import balance
 from benchmarks.report import Report
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
@@ -55,8 +54,7 @@ def reward(sample):
 
 
 def run(report: Report) -> None:
-    """Measures the balance, then the rates at 64 and at 1 sample in flight."""
-    balance.run(report)
+    """Measures the rates at 64 and at 1 sample in flight."""
     for name, in_flight, samples, asked in (
         ("rollout.vertices_per_s", 64, 1500, ">= 5,000"),
         ("rollout.vertices_per_s_1", 1, 150, ">= 500"),

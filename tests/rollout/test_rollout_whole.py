@@ -51,11 +51,13 @@ async def publish(cluster: Cluster, version: int) -> Manifest:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     policies = {}
-    for name in cluster.config.policies:
+    for name, policy in cluster.config.policies.items():
         torch.manual_seed(version)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(EXAMPLE / "model"))
-        state = {k: v.to(torch.float32) for k, v in model.state_dict().items()}
-        specs = [BufferSpec(name=k, dtype="F32", shape=tuple(v.shape)) for k, v in state.items()]
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy.model.path))
+        wide = policy.rollout.dtype == "float64"
+        dtype, torch_dtype = ("F64", torch.float64) if wide else ("F32", torch.float32)
+        state = {k: v.to(torch_dtype) for k, v in model.state_dict().items()}
+        specs = [BufferSpec(name=k, dtype=dtype, shape=tuple(v.shape)) for k, v in state.items()]
         key = f"{cluster.run_id}.{name}.v{version}.t1.weights"
         writer = await cluster.store.allocate_segment(cluster.run_id, key, specs)
         for tensor_name, tensor in state.items():
