@@ -485,7 +485,7 @@ async def test_a_tools_stored_result_is_not_made_again(make, tmp_path):
         assert (await cluster.samples())[sample_id].status == DONE
         assert (tmp_path / "paid").read_text() == "x"
         graph = await cluster.graph(sample_id)
-        assert [v.meta.path for v in graph.vertices] == ["0:0", "0:1", "0:__once__0"]
+        assert {v.meta.path for v in graph.vertices} == {"0:0", "0:1", "0:__once__0"}
 
 
 async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
