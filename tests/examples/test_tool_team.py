@@ -58,7 +58,8 @@ def test_two_versions_are_trained_with_games_as_rows(tmp_path: Path) -> None:
         "train", str(FOLDER / "config.toml"), "--out", str(out),
         *("--set", "versions=2", "--set", "batch.groups=4", "--set", "batch.samples_per_group=4"),
     )  # fmt: skip
-    versions = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    (metrics,) = out.glob("*/metrics.jsonl")
+    versions = [json.loads(line) for line in metrics.open()]
     assert len(versions) == 2
     for numbers in versions:
         assert numbers["num_samples"] == 16
