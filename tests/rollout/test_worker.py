@@ -338,6 +338,17 @@ IMPORTS = [
     ("def team(c, q): pass\ndef reward(s): pass", {}, ["async function"]),
     ("async def team(c, q): pass", {}, ["no function 'reward'", "workflow.reward"]),
     ("", {"entry": "team"}, ["module:function"]),
+    ("async def team(c, q): pass\ndef reward(): pass", {}, ["workflow.reward", "too many"]),
+    (
+        "async def team(c, q): pass\ndef reward(s): pass",
+        {"reward_args": {"gold": "a"}},
+        ["workflow.reward_args", "'gold'"],
+    ),
+    (
+        "async def team(c, q): pass",
+        {"reward": "flexmarl.rollout.rewards:json_schema"},
+        ["workflow.reward_args", "'schema'"],
+    ),
     ("", {"entry": "elsewhere:team"}, ["'elsewhere'", "ModuleNotFoundError"]),
 ]
 
@@ -516,6 +527,16 @@ async def test_rewards_that_cannot_be_used_are_named(bench, body, reason, words)
     assert not end.HasField("rewards")
     for word in words:
         assert word in end.failure.message, end.failure.message
+
+
+async def test_a_rule_that_comes_with_the_project_is_named_in_the_config(bench):
+    source = "async def team(c, q):\n    return 'I think it is $1,234.'\n"
+    workflow = {"reward": "flexmarl.rollout.rewards:exact_number", "reward_args": {"gold": "n"}}
+    _, end = await bench.one(source, query={"n": 1234}, workflow=workflow)
+    assert (end.status, end.rewards.team) == (DONE, 1.0)
+    _, end = await bench.one(source, query={"m": 1234}, workflow=workflow)
+    assert (end.status, end.failure.reason) == (FAILED, "REWARD_RAISED")
+    assert "no column 'n'; its columns: m" in end.failure.message
 
 
 async def test_async_rewards_have_a_deadline(bench):

@@ -93,6 +93,13 @@ def load_reward(*, config_json: bytes, workflow_path: str) -> RewardCode:
 def _reward(config: RunConfig, folder: Path) -> Callable[..., Any]:
     section = config.workflow
     function = _function(section.reward, key="workflow.reward", folder=folder)
+    try:
+        inspect.signature(function).bind(None, **section.reward_args)
+    except TypeError as error:
+        problem = f"does not go with workflow.reward_args: {error}"
+        raise _refused("workflow.reward", section.reward, problem) from None
+    except ValueError:
+        pass  # written in C without a signature: the first sample will tell
     # `partial` of an async function is still one to `iscoroutinefunction`.
     return partial(function, **section.reward_args) if section.reward_args else function
 
