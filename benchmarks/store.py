@@ -12,9 +12,7 @@ import mmap
 import os
 import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +24,9 @@ from typing import Any
 import grpc
 import psutil
 
+from benchmarks import store_scale
 from benchmarks.report import Report
+from benchmarks.store_process import described, serving, start_module
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -57,17 +57,25 @@ async def _run(report: Report) -> None:
     folder = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/var/tmp"))
     shm = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/dev/shm"))
     try:
-        async with (
-            _store(folder, shm) as (address, pid),
-            _echo() as echo_address,
-            StoreClient.connect(address) as store,
-        ):
-            await _prepare(store)
-            await _single(report, store, echo_address, folder)
-            written = await _bulk(report, address, pid)
-            await _reads(report, store, samples=range(1, 1 + written))
-            await _beside_bulk(report, store, address)
-            await _publish(report, store)
+        with serving(folder, shm) as process:
+            address = process.address
+            async with _echo() as echo_address, StoreClient.connect(address) as store:
+                await _prepare(store)
+                await _single(report, store, echo_address, folder)
+                written = await _bulk(report, address, process.pid)
+                await _reads(report, store, samples=range(1, 1 + written))
+                await _beside_bulk(report, store, address)
+                await store_scale.stalls(
+                    report,
+                    address,
+                    lambda: asyncio.create_task(
+                        _write_for(address, first=700_000, seconds=ROUND_S)
+                    ),
+                )
+                await _publish(report, store)
+        shutil.rmtree(folder / "data")
+        with serving(folder, shm) as process:
+            await store_scale.measure(report, process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(shm, ignore_errors=True)
@@ -248,6 +256,15 @@ async def _publish(report: Report, store: StoreClient) -> None:
     started = time.perf_counter()
     hashlib.sha256(source).digest()
     checksum_s = time.perf_counter() - started
+    gets = [await _get(store, f"state-{number}", warm) for number in (5, 5, 5)]
+    report.figure(
+        "store.state_get_vs_memcpy",
+        min(copies) / min(gets),
+        "ratio",
+        against="copy of 1 GiB into warm memory",
+        ratio=min(copies) / min(gets),
+        bound=">= 0.9",
+    )
     mine, copy = min(ours[1:] or ours), min(copies)
     report.figure(
         "store.state_publish_vs_memcpy",
@@ -260,6 +277,21 @@ async def _publish(report: Report, store: StoreClient) -> None:
     report.note(
         f"1 GiB: publish {mine:.3f} s, copy {copy:.3f} s, checksum (beside) {checksum_s:.2f} s"
     )
+
+
+async def _get(store: StoreClient, key: str, target: memoryview) -> float:
+    """Open, read into warm memory, close: seconds."""
+    started = time.perf_counter()
+    async with store.open_segment(RUN, key, holder="bench") as reader:
+        handle = os.open(reader.path, os.O_RDONLY)
+        try:
+            # Read, not mapped: a fresh mapping costs a fault per page.
+            done = 0
+            while done < len(target):
+                done += os.preadv(handle, [target[done:]], done)
+        finally:
+            os.close(handle)
+    return time.perf_counter() - started
 
 
 def _group() -> graph.Group:
@@ -318,48 +350,15 @@ def _p99(values: list[float]) -> float:
 
 
 @asynccontextmanager
-async def _store(folder: Path, shm: Path) -> AsyncIterator[tuple[str, int]]:
-    address_file = folder / "address.json"
-    settings = (
-        f"store.data_dir={folder / 'data'}",
-        f"store.shm_dir={shm}",
-        f"server.address_file={address_file}",
-        "log.level=warning",
-    )
-    arguments = [item for value in settings for item in ("--set", value)]
-    process = _start("flexmarl.meg_store", *arguments)
-    try:
-        described = _described(process, address_file)
-        yield described["address"], process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=30)
-
-
-@asynccontextmanager
 async def _echo() -> AsyncIterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="flexmarl-bench-"))
-    process = _start("benchmarks.store", str(folder / "a.json"))
+    process = start_module("benchmarks.store", str(folder / "a.json"))
     try:
-        yield _described(process, folder / "a.json")["address"]
+        yield described(process, folder / "a.json")["address"]
     finally:
         process.terminate()
         process.wait(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", module, *arguments])
-
-
-def _described(process: subprocess.Popen[bytes], path: Path) -> dict[str, str]:
-    end = time.monotonic() + 60
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"process {process.args!r} did not start")
-        time.sleep(0.02)
-    described: dict[str, str] = json.loads(path.read_text())
-    return described
 
 
 async def _serve_echo(path: Path) -> None:

@@ -8,10 +8,12 @@ the front is therefore kept in memory, and the table is read only onwards from t
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Batch, Table
 from flexmarl.meg_store.database import Database
@@ -20,15 +22,6 @@ _CLAIM = keys.prefix("claim")
 _MIN_FILL = 1024
 _MAX_WINDOW = 8192
 _TOKENS = struct.Struct(">Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Claimable:
-    """One row that a micro-batch may take."""
-
-    vertex_id: str
-    agent: str
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -66,8 +59,8 @@ class Claims:
 
     def oldest(
         self, run_id: str, policy: str, *, max_rows: int, max_tokens: int
-    ) -> tuple[list[Claimable], bool]:
-        """Rows of a policy by vertex id, and whether there are more.
+    ) -> tuple[list[bytes], bool]:
+        """Serialised `ClaimableRow`s of a policy by vertex id, and whether there are more.
 
         Args:
             run_id: Run.
@@ -78,14 +71,14 @@ class Claims:
         prefix = keys.prefix("claim", run_id, policy)
         window = self._windows.setdefault(prefix, _Window(prefix))
         self._fill(window, prefix, at_least=max_rows + 1)
-        rows: list[Claimable] = []
+        rows: list[bytes] = []
         num_tokens = 0
-        for key, value in window.rows.items():
-            row = _decode(key[len(prefix) :], value)
-            num_tokens += row.num_tokens
-            if len(rows) == max_rows or (rows and 0 < max_tokens < num_tokens):
+        for value in window.rows.values():
+            if max_tokens:
+                num_tokens += _TOKENS.unpack_from(value)[0]
+            if len(rows) == max_rows or (rows and num_tokens > max_tokens > 0):
                 return rows, True
-            rows.append(row)
+            rows.append(value[_TOKENS.size :])
         return rows, False
 
     def applied(self, batch: Batch) -> None:
@@ -128,18 +121,15 @@ def claim_key(run_id: str, policy: str, vertex_id: str) -> bytes:
     return keys.join("claim", run_id, policy, vertex_id)
 
 
-def claim_value(meta: graph_pb2.VertexMeta) -> bytes:
-    """What a listing tells of a claimable row: its tokens and its agent."""
+def claim_value(meta: graph_pb2.VertexMeta, *, shard: str) -> bytes:
+    """What a listing tells of a claimable row: its tokens, then the message as it is sent."""
     num_tokens = meta.num_prompt_tokens + meta.num_response_tokens
-    return _TOKENS.pack(num_tokens) + meta.agent.encode()
+    row = common_pb2.VertexRef(shard=shard, vertex_id=meta.vertex_id, agent=meta.agent)
+    message = pb.ClaimableRow(row=row, num_tokens=num_tokens)
+    return _TOKENS.pack(num_tokens) + message.SerializeToString(deterministic=True)
 
 
-def _decode(vertex_id: bytes, value: bytes) -> Claimable:
-    (num_tokens,) = _TOKENS.unpack_from(value)
-    return Claimable(vertex_id.decode(), value[_TOKENS.size :].decode(), num_tokens)
-
-
-def is_claimable(meta: graph_pb2.VertexMeta, required: Iterable[str]) -> bool:
+def is_claimable(meta: graph_pb2.VertexMeta, required: Sequence[str]) -> bool:
     """Whether a row is released, complete, not void and not marked.
 
     Args:
@@ -150,5 +140,5 @@ def is_claimable(meta: graph_pb2.VertexMeta, required: Iterable[str]) -> bool:
         meta.HasField("advantage")
         and not meta.void_reason
         and not meta.micro_batch_id
-        and all(name in meta.ready_columns for name in required)
+        and (not required or set(required) <= set(meta.ready_columns))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -94,7 +93,9 @@ class Closures:
             new=GROUP_STATUS.to_core(closure.status),
         )
         _check_closure(closure)
-        changed = _release_and_void(rows, closure)
+        rows.prefetch(released.row for released in closure.released)
+        rows.prefetch(voided.row for voided in closure.voided)
+        changed, versions = _release_and_void(rows, closure)
         if outcome is WriteOutcome.UNCHANGED:
             if changed:
                 raise DomainError(
@@ -106,7 +107,8 @@ class Closures:
         group.status = closure.status
         group.drop_reason = closure.drop_reason
         group.closed_unix_ns = time.time_ns()
-        _set_versions(group, rows, closure)
+        if versions:
+            group.min_version, group.max_version = min(versions), max(versions)
         draft.put(Table.GRAPH, key, group.SerializeToString())
         draft.event(run_id, group_event(group))
 
@@ -121,10 +123,13 @@ def _check_closure(closure: pb.GroupClosure) -> None:
         raise ValueError(f"group {closure.group_id!r}: a dropped group releases no rows")
 
 
-def _release_and_void(rows: Rows, closure: pb.GroupClosure) -> int:
+def _release_and_void(rows: Rows, closure: pb.GroupClosure) -> tuple[int, set[int]]:
+    """Returns how many rows changed, and the versions that sampled tokens of any of them."""
     changed = 0
+    versions: set[int] = set()
     for released in closure.released:
         meta = _load_of_group(rows, released.row, closure.group_id)
+        versions.update(run.version for run in meta.version_runs)
         stored = (meta.reward, meta.advantage) if meta.HasField("advantage") else None
         outcome = graph_rules.decide_release(
             meta.vertex_id,
@@ -143,8 +148,9 @@ def _release_and_void(rows: Rows, closure: pb.GroupClosure) -> int:
             changed += 1
     for voided in closure.voided:
         meta = _load_of_group(rows, voided.row, closure.group_id)
+        versions.update(run.version for run in meta.version_runs)
         changed += _void(rows, meta, voided.reason)
-    return changed
+    return changed, versions
 
 
 def _void(rows: Rows, meta: graph_pb2.VertexMeta, reason: common_pb2.VoidReason.ValueType) -> bool:
@@ -161,13 +167,3 @@ def _load_of_group(rows: Rows, ref: common_pb2.VertexRef, group_id: str) -> grap
     if meta.group_id != group_id:
         raise ValueError(f"row {ref.vertex_id!r} is not of group {group_id!r}")
     return meta
-
-
-def _set_versions(group: graph_pb2.Group, rows: Rows, closure: pb.GroupClosure) -> None:
-    refs: Iterable[common_pb2.VertexRef] = [
-        *(released.row for released in closure.released),
-        *(voided.row for voided in closure.voided),
-    ]
-    versions = {run.version for ref in refs for run in rows.load(ref).version_runs}
-    if versions:
-        group.min_version, group.max_version = min(versions), max(versions)

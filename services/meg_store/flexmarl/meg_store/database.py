@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -63,6 +63,13 @@ class Draft:
         if key in own:
             return own[key]
         return self._database.staged(table, key)
+
+    def get_many(self, table: Table, names: Sequence[bytes]) -> list[bytes | None]:
+        """Values as they will be once everything queued is applied, in order."""
+        own = self.batch.writes[table]
+        asked = [name for name in names if name not in own]
+        found = dict(zip(asked, self._database.staged_many(table, asked), strict=True))
+        return [own[name] if name in own else found[name] for name in names]
 
     def put(self, table: Table, key: bytes, value: bytes) -> None:
         """Set a value."""
@@ -125,6 +132,14 @@ class Database:
         """Value as it will be once everything queued is applied."""
         pending = self._pending[table].get(key)
         return self.backend.get(table, key) if pending is None else pending[0]
+
+    def staged_many(self, table: Table, names: Sequence[bytes]) -> list[bytes | None]:
+        """Values as they will be once everything queued is applied, in order."""
+        pending = self._pending[table]
+        applied = iter(
+            self.backend.get_many(table, [name for name in names if name not in pending])
+        )
+        return [pending[name][0] if name in pending else next(applied) for name in names]
 
     def begin(self) -> Draft:
         """Start a mutation.

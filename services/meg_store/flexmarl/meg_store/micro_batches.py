@@ -58,6 +58,7 @@ class MicroBatches:
             _check_same(known, record)
             return pb.CreateMicroBatchResponse()
         rows = Rows(draft, entry, self._claims, shard=self._shard)
+        rows.prefetch(record.rows, owners=True)
         for ref in record.rows:
             self._claim(rows, ref, record)
         draft.put(Table.META, key, value)
@@ -75,6 +76,7 @@ class MicroBatches:
         self._runs.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, request.term)
         micro_batch_id = _check_id(request.micro_batch_id)
         rows = Rows(draft, entry, self._claims, shard=self._shard)
+        rows.prefetch(request.rows, owners=True)
         for ref in request.rows:
             meta = rows.load(ref)
             owner = meta.micro_batch_id or rows.owner(meta.vertex_id)

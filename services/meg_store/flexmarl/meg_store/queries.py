@@ -68,8 +68,8 @@ class Queries:
             )
         return response
 
-    def list_claimable(self, request: pb.ListClaimableRequest) -> pb.ListClaimableResponse:
-        """Rows of a policy that a micro-batch may take, those of the oldest group first.
+    def list_claimable(self, request: pb.ListClaimableRequest) -> bytes:
+        """Serialised `ListClaimableResponse`: those of the oldest group first.
 
         Raises:
             DomainError: RUN_NOT_FOUND.
@@ -82,18 +82,7 @@ class Queries:
             max_rows=page_size(request.max_rows),
             max_tokens=request.max_tokens,
         )
-        return pb.ListClaimableResponse(
-            rows=[
-                pb.ClaimableRow(
-                    row=common_pb2.VertexRef(
-                        shard=self._shard, vertex_id=row.vertex_id, agent=row.agent
-                    ),
-                    num_tokens=row.num_tokens,
-                )
-                for row in rows
-            ],
-            more=more,
-        )
+        return wire.claimable_response(rows, more=more)
 
     async def list_samples(self, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
         """One page of samples by id.

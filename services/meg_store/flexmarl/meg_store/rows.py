@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.core import store_keys as keys
@@ -23,6 +25,28 @@ class Rows:
         self._shard = shard
         self._claimable: dict[str, bool] = {}
         self._followed = False
+        self._read: dict[tuple[Table, bytes], bytes | None] = {}
+
+    def prefetch(self, refs: Iterable[common_pb2.VertexRef], *, owners: bool = False) -> None:
+        """Read rows, and who owns them, at once: the database answers many keys faster than each.
+
+        Args:
+            refs: Rows that will be loaded.
+            owners: Their owners will be asked for, too.
+        """
+        here = [ref for ref in refs if self.is_here(ref)]
+        self._prefetch(Table.ROWS, [self.key(ref) for ref in here])
+        if owners:
+            self._prefetch(Table.MARKS, [self._owner_key(ref.vertex_id) for ref in here])
+
+    def _prefetch(self, table: Table, names: list[bytes]) -> None:
+        values = self._draft.get_many(table, names)
+        self._read.update(((table, name), value) for name, value in zip(names, values, strict=True))
+
+    def _get(self, table: Table, key: bytes) -> bytes | None:
+        if (table, key) in self._read and key not in self._draft.batch.writes[table]:
+            return self._read[table, key]
+        return self._draft.get(table, key)
 
     def is_here(self, ref: common_pb2.VertexRef) -> bool:
         """Whether a reference names this shard."""
@@ -30,7 +54,7 @@ class Rows:
 
     def is_complete(self, meta: graph_pb2.VertexMeta) -> bool:
         """Whether a row has the declared columns that it must have."""
-        return all(name in meta.ready_columns for name in self._required)
+        return not self._required or set(self._required) <= set(meta.ready_columns)
 
     def load(self, ref: common_pb2.VertexRef) -> graph_pb2.VertexMeta:
         """Meta columns of a row.
@@ -40,7 +64,7 @@ class Rows:
         """
         value = None
         if self.is_here(ref):
-            value = self._draft.get(Table.ROWS, self.key(ref))
+            value = self._get(Table.ROWS, self.key(ref))
         if value is None:
             raise vertex_not_found(ref, self._shard)
         meta = graph_pb2.VertexMeta.FromString(value)
@@ -58,7 +82,7 @@ class Rows:
         self._claimable[vertex_id] = now
         claim = claim_key(self._run_id, meta.policy, vertex_id)
         if now:
-            self._draft.put(Table.MARKS, claim, claim_value(meta))
+            self._draft.put(Table.MARKS, claim, claim_value(meta, shard=self._shard))
         else:
             self._draft.delete(Table.MARKS, claim)
         if not self._followed:
@@ -67,13 +91,15 @@ class Rows:
 
     def owner(self, vertex_id: str) -> str | None:
         """Micro-batch whose record names the row."""
-        value = self._draft.get(Table.MARKS, keys.join("owner", self._run_id, vertex_id))
+        value = self._get(Table.MARKS, self._owner_key(vertex_id))
         return None if value is None else value.decode()
 
     def own(self, vertex_id: str, micro_batch_id: str) -> None:
         """Give the row to a micro-batch."""
-        key = keys.join("owner", self._run_id, vertex_id)
-        self._draft.put(Table.MARKS, key, micro_batch_id.encode())
+        self._draft.put(Table.MARKS, self._owner_key(vertex_id), micro_batch_id.encode())
+
+    def _owner_key(self, vertex_id: str) -> bytes:
+        return keys.join("owner", self._run_id, vertex_id)
 
     def key(self, ref: common_pb2.VertexRef) -> bytes:
         """Key of a row."""

@@ -126,7 +126,7 @@ class Servicer:
         """See the contract."""
         return await self.shard.listing.page(call.message)
 
-    async def ListClaimable(self, call: Call, _: Context) -> pb.ListClaimableResponse:
+    async def ListClaimable(self, call: Call, _: Context) -> bytes:
         """See the contract."""
         return self.shard.queries.list_claimable(call.message)
 

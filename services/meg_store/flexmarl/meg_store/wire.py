@@ -38,6 +38,11 @@ def vertices_response(vertices: Iterable[bytes]) -> bytes:
     return b"".join(field(1, data) for data in vertices)
 
 
+def claimable_response(rows: Iterable[bytes], *, more: bool) -> bytes:
+    """`ListClaimableResponse` of stored rows."""
+    return b"".join(field(1, data) for data in rows) + (b"\x10\x01" if more else b"")
+
+
 def watch_response(events: Iterable[bytes], cursor: int) -> bytes:
     """`WatchResponse` of stored events."""
     tail = b"\x10" + varint(cursor) if cursor else b""

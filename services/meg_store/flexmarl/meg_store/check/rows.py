@@ -46,6 +46,7 @@ class RowCheck:
         backend: The data.
         run: The run.
         report: Where findings go.
+        shard: Name of the shard.
         consumed: Consumed micro-batches of each committed batch attempt.
     """
 
@@ -55,9 +56,11 @@ class RowCheck:
         run: graph_pb2.Run,
         report: CheckReport,
         *,
+        shard: str,
         consumed: Mapping[tuple[int, int], frozenset[str]],
     ) -> None:
         self._backend = backend
+        self._shard = shard
         self._run_id = run.run_id
         self._columns = {column.name: int(column.type) for column in run.columns}
         self._required = [column.name for column in run.columns if column.required]
@@ -111,7 +114,10 @@ class RowCheck:
             self._num_claimable += 1
             stored = self._backend.get(Table.MARKS, claim_key(self._run_id, meta.policy, vertex_id))
             self._report.expect(
-                stored == claim_value(meta), "claim", where, "is claimable, but not listed as such"
+                stored == claim_value(meta, shard=self._shard),
+                "claim",
+                where,
+                "is claimable, but not listed as such",
             )
         return meta
 

@@ -61,7 +61,7 @@ def _check(backend: Backend, folder: Path, report: CheckReport) -> None:
         report.checked["runs"] += 1
         if rows_readable:
             record = TrainingRecord.read(backend, run.run_id)
-            facts = RowCheck(backend, run, report, consumed=record.consumed()).run()
+            facts = RowCheck(backend, run, report, shard=shard, consumed=record.consumed()).run()
             references.update(facts.objects)
             TrainingCheck(backend, run, record, facts, report, shard=shard).check()
     if rows_readable and Table.BLOBS not in unreadable:
