@@ -25,6 +25,9 @@ class ToolThreads:
     `run` waits for a free thread (freed by the end of another tool, or by its timeout), then for
     the function (freed by its end; at latest by the caller's timeout).
 
+    Attributes:
+        num_hanging: Threads whose tools nobody waits for any more.
+
     Args:
         on_hanging: Told the sample and what hangs, when too many threads do.
     """
@@ -33,7 +36,7 @@ class ToolThreads:
         self._on_hanging = on_hanging
         self._executor = ThreadPoolExecutor(MAX_RUNNING + MAX_HANGING, thread_name_prefix="tool")
         self._free = asyncio.Semaphore(MAX_RUNNING)
-        self._hanging = 0
+        self.num_hanging = 0
         self._loop = asyncio.get_running_loop()
 
     async def run(self, function: Callable[[], Any], *, sample_id: str, what: str) -> Any:  # noqa: ANN401
@@ -48,10 +51,10 @@ class ToolThreads:
                 raise
 
     def _abandon(self, future: Future[Any], sample_id: str, what: str) -> None:
-        self._hanging += 1
+        self.num_hanging += 1
         future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended))
-        if self._hanging >= MAX_HANGING:
-            self._on_hanging(sample_id, f"{what} keeps {self._hanging} threads that never end")
+        if self.num_hanging >= MAX_HANGING:
+            self._on_hanging(sample_id, f"{what} keeps {self.num_hanging} threads that never end")
 
     def _ended(self) -> None:
-        self._hanging -= 1
+        self.num_hanging -= 1

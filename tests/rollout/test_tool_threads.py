@@ -1,0 +1,59 @@
+"""Threads of tools that hang: counted, told when there are too many, forgotten when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from flexmarl.rollout.worker import tool_threads
+from flexmarl.rollout.worker.tool_threads import ToolThreads
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_threads, "MAX_RUNNING", 1)
+    monkeypatch.setattr(tool_threads, "MAX_HANGING", 2)
+
+
+async def hang(threads: ToolThreads, go: threading.Event, name: str) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await threads.run(lambda: go.wait(20), sample_id=f"s-{name}", what=f"tool {name!r}")
+
+
+async def test_what_a_function_returns_and_raises_comes_back() -> None:
+    threads = ToolThreads(lambda *_: None)
+    assert await threads.run(lambda: 3, sample_id="s", what="tool") == 3
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0, sample_id="s", what="tool")
+
+
+async def test_a_tool_that_hangs_keeps_nobody_waiting_and_too_many_are_told() -> None:
+    told: list[tuple[str, str]] = []
+    go = threading.Event()
+    threads = ToolThreads(lambda sample_id, message: told.append((sample_id, message)))
+    await hang(threads, go, "a")
+    assert told == []
+    # Its place is free again, though its thread is not.
+    assert await threads.run(lambda: 3, sample_id="s", what="tool") == 3
+    await hang(threads, go, "b")
+    assert told == [("s-b", "tool 'b' keeps 2 threads that never end")]
+    go.set()
+    for _ in range(200):
+        if threads.num_hanging == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert threads.num_hanging == 0
+
+
+async def test_a_call_that_had_no_thread_yet_hangs_nowhere() -> None:
+    go = threading.Event()
+    threads = ToolThreads(lambda *_: None)
+    first = asyncio.create_task(threads.run(lambda: go.wait(20), sample_id="s", what="tool"))
+    await asyncio.sleep(0)
+    await hang(threads, go, "waits")
+    assert threads.num_hanging == 0
+    go.set()
+    assert await first
