@@ -38,6 +38,12 @@ CASES = [
     # Whoever may come in addition may call anybody.
     ([fact("open", left="p")], ClosureRules(refill_max=1, replace_max=0), True),
     ([fact("open", left="p")], ClosureRules(refill_max=0, replace_max=0), False),
+    # Redundant samples are there from the start: they are none of those added.
+    (
+        [fact("open", left="p")] * 2,
+        ClosureRules(redundant_samples=1, refill_max=1, replace_max=0),
+        True,
+    ),
     ([fact("failed"), *[fact("open", left="p")] * 2], ClosureRules(refill_max=1), True),
     ([fact("open", left="p")], ClosureRules(on_sample_failure="drop_sample", replace_max=1), True),
     # A group whose samples are all done only waits to be closed, or to be filtered and replaced.

@@ -38,7 +38,8 @@ def group_reaches(
     if all_done and not rules.filter_zero_variance:
         return False
     may_refill = rules.on_sample_failure == "refill" and not all_done
-    refillable = may_refill and len(samples) - num_wanted < rules.refill_max
+    added = len(samples) - num_wanted - rules.redundant_samples
+    refillable = may_refill and added < rules.refill_max
     return refillable or may_replace(replaced=replaced, rules=rules)
 
 
