@@ -109,6 +109,11 @@ class RewardPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def num_starting(self) -> int:
+        """Processes that cannot score yet."""
+        return sum(not slot.ready for slot in self._slots)
+
     def start(self, background: Background, run_id: str) -> None:
         """Starts all processes."""
         for slot in self._slots:

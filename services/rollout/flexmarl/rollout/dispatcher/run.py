@@ -133,6 +133,8 @@ class Run:
         missing = self.workers.num_slots - self.workers.num_ready
         if missing:
             lines.append(f"workflow workers: {missing} of {self.workers.num_slots} start")
+        if self.rewards.num_starting:
+            lines.append(f"reward processes: {self.rewards.num_starting} start")
         if self.version < 0:
             lines.append("orchestrator: no version is active yet")
         shortage = self.fleet.shortage()
