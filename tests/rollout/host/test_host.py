@@ -217,3 +217,24 @@ async def test_a_full_book_refuses_and_keeps_no_refusals(
         await dispatcher.start()
         await dispatcher.until(lambda: len(dispatcher.hellos) == 2)
         assert len(dispatcher.hellos[-1].attempt_ids) == 10
+
+
+async def test_an_engine_that_hangs_is_found_by_its_silence_and_replaced(
+    dispatcher, store, model, tmp_path
+):
+    async with running_host(dispatcher, tmp_path / "host", engine_silence_s=1.0):
+        await serve(dispatcher, store, model, "p-0", "p-1")
+        pid = dispatcher.statuses["p-0"].pid
+        os.kill(pid, signal.SIGSTOP)
+        # Its own deadline is far away, and the other engine is none the worse.
+        dispatcher.send(requests=[ask("a"), ask("b", "p-1")])
+        await dispatcher.until(lambda: {"a", "b"} <= dispatcher.results.keys())
+        assert dispatcher.results["a"].failure.reason == "CHILD_DIED"
+        assert dispatcher.results["a"].infrastructure
+        assert not dispatcher.results["b"].HasField("failure")
+        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING)
+        assert status.pid != pid
+        dispatcher.send(requests=[ask("c")])
+        await dispatcher.until(lambda: "c" in dispatcher.results)
+        assert not dispatcher.results["c"].HasField("failure")
+        assert dispatcher.statuses["p-1"].num_restarts == 0

@@ -29,6 +29,9 @@ class RolloutConfig(ServiceConfig):
     """Engine host: compute threads of each engine process."""
     vllm_python: str = ""
     """Engine host: interpreter that has vLLM, or a container command that runs one."""
+    engine_silence_s: Annotated[float, Field(gt=0)] = 60.0
+    """Engine host: how long an engine with requests may leave a question for a sign of life without
+    an answer before it is ended and started again. It answers between two steps."""
     host_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """Dispatcher: how long a lost engine host may take to come back before its attempts fail."""
     store_patience_s: Annotated[float, Field(gt=0)] = 60.0

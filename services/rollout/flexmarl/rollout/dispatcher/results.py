@@ -63,8 +63,9 @@ def event_of(
         message = f"attempt {attempt_id} went on from {result.num_kept} tokens, not {num_kept}"
         return AttemptFailed(attempt_id, True, ErrorReason.CANCELLED, message)
     version = result.version
-    if any(run.version != version for run in result.version_runs):
-        version = -1
+    for run in result.version_runs:
+        if run.version != version:
+            version = -1
     num_tokens = len(result.tokens)
     if result.finish_reason == ABORTED:
         return AttemptAborted(attempt_id, version, result.weights_hash, num_tokens)

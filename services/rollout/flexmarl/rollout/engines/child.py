@@ -22,6 +22,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     EngineCommand,
     EngineEvent,
     EngineReady,
+    Pong,
     ResultBatch,
 )
 from flexmarl.core.errors import DomainError
@@ -111,6 +112,8 @@ def _handle(command: EngineCommand | None, engine: Engine, link: ChildLink) -> b
         engine.submit(command.generate.requests)
     elif kind == "abort":
         engine.abort(command.abort.attempt_ids)
+    elif kind == "ping":
+        link.send(EngineEvent(pong=Pong()).SerializeToString())
     elif kind == "load":
         link.send(EngineEvent(loaded=engine.load(command.load)).SerializeToString())
     return True

@@ -139,6 +139,8 @@ class Host:
         """Dial the dispatcher, and look after deadlines."""
         self._background.start("dispatcher link", self._link.run())
         self._background.start("attempt deadlines", self._driver.router.sweep())
+        silence = self._driver.watch_silence(self._config.engine_silence_s)
+        self._background.start("engine silence", silence)
 
     def close(self) -> None:
         """Act no more."""

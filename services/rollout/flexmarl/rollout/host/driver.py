@@ -20,6 +20,7 @@ from flexmarl.core.engine_host_events import (
     EngineEnded,
     EngineReadied,
     Event,
+    InstancePhase,
     LoadEnded,
     LoadEngine,
     Problem,
@@ -30,6 +31,7 @@ from flexmarl.core.engine_host_events import (
     TimerFired,
 )
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.silence import Verdict, judge_silence
 from flexmarl.rollout.host.attempts import AttemptBook
 from flexmarl.rollout.host.convert import (
     instance_status,
@@ -103,6 +105,32 @@ class InstanceDriver:
     def load(self, load: LoadWeights) -> None:
         """Make instances take weights over."""
         self._handle(load_ordered(load))
+
+    async def watch_silence(self, silence_s: float) -> None:
+        """End engines that hang; runs until cancelled. Their attempts fail and go elsewhere."""
+        while True:
+            await asyncio.sleep(silence_s / 16)
+            for engine in list(self._engines.values()):
+                if self._book.num_running_on(engine.instance_id) and self._serves(engine):
+                    self._judge(engine, silence_s)
+
+    def _serves(self, engine: EngineProcess) -> bool:
+        """Whether it is not busy with what has a deadline of its own: starting, loading."""
+        view = self._core.view(engine.instance_id)
+        return view is not None and view.phase is InstancePhase.SERVING
+
+    def _judge(self, engine: EngineProcess, silence_s: float) -> None:
+        verdict = judge_silence(
+            heard_at=engine.heard_at,
+            asked_at=engine.asked_at,
+            now=time.monotonic(),
+            silence_s=silence_s,
+        )
+        if verdict is Verdict.ASK:
+            engine.ask()
+        elif verdict is Verdict.HANGS:
+            _log.error("engine_hangs", instance=engine.instance_id, silent_s=silence_s)
+            engine.kill()
 
     def close(self) -> None:
         """Act no more; whoever calls this ends processes and tasks."""
@@ -196,6 +224,8 @@ class InstanceDriver:
             self.router.finish(event.results.results)
         elif kind == "loaded":
             self._on_loaded(engine, event.loaded)
+        elif kind == "pong":
+            pass  # whatever it says is a sign of life
         elif event.ready.HasField("failure"):
             engine.refusal = event.ready.failure
         else:

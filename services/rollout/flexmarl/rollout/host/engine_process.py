@@ -8,6 +8,7 @@ the end of the link). What gathers meanwhile goes as one frame.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
@@ -18,6 +19,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     EngineLoad,
     GenerateBatch,
     GenerateRequest,
+    Ping,
 )
 from flexmarl.core.engine_host_events import InstanceWanted
 from flexmarl.core.errors import DomainError
@@ -37,6 +39,8 @@ class EngineProcess:
     Attributes:
         ready: Whether its model is built.
         refusal: Why its model cannot be built.
+        heard_at: When it said something last, in monotonic seconds.
+        asked_at: When it was asked for a sign of life last.
     """
 
     def __init__(self, child: ChildProcess, *, wanted: InstanceWanted, generation: int) -> None:
@@ -45,6 +49,8 @@ class EngineProcess:
         self.generation = generation
         self.ready = False
         self.refusal: Failure | None = None
+        self.heard_at = time.monotonic()
+        self.asked_at: float | None = None
         self._child = child
         self._requests: list[GenerateRequest] = []
         self._others: list[EngineCommand] = []
@@ -72,6 +78,12 @@ class EngineProcess:
         self._others.append(EngineCommand(load=load))
         self._filled.set()
 
+    def ask(self) -> None:
+        """Ask for a sign of life."""
+        self.asked_at = time.monotonic()
+        self._others.append(EngineCommand(ping=Ping()))
+        self._filled.set()
+
     async def run(self, on_event: Callable[[EngineEvent], None]) -> int:
         """Carry commands and events until the process ends.
 
@@ -81,6 +93,7 @@ class EngineProcess:
         sender = asyncio.create_task(self._send(), name=f"send to {self._child.name}")
         try:
             async for frame in self._child.link:
+                self.heard_at = time.monotonic()
                 on_event(EngineEvent.FromString(frame))
             return await self._child.wait(timeout_s=10.0)
         finally:

@@ -857,6 +857,7 @@ class EngineCommand(_message.Message):
     GENERATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def generate(self) -> Global___GenerateBatch:
         """Start generating; several at once."""
@@ -869,22 +870,61 @@ class EngineCommand(_message.Message):
     def abort(self) -> Global___AbortBatch:
         """Abort attempts."""
 
+    @_builtins.property
+    def ping(self) -> Global___Ping:
+        """Asks whether the engine still turns."""
+
     def __init__(
         self,
         *,
         generate: Global___GenerateBatch | None = ...,
         load: Global___EngineLoad | None = ...,
         abort: Global___AbortBatch | None = ...,
+        ping: Global___Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "generate", b"generate", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "generate", b"generate", "load", b"load", "ping", b"ping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "generate", b"generate", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "generate", b"generate", "load", b"load", "ping", b"ping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["generate", "load", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["generate", "load", "abort", "ping"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___EngineCommand: _TypeAlias = EngineCommand  # noqa: Y015
+
+@_typing.final
+class Ping(_message.Message):
+    """Ping asks an engine for a sign of life; it answers between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class Pong(_message.Message):
+    """Pong answers a Ping."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class GenerateBatch(_message.Message):
@@ -1027,6 +1067,7 @@ class EngineEvent(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___EngineReady:
         """The model is built; the engine has no weights of a named version yet."""
@@ -1039,18 +1080,23 @@ class EngineEvent(_message.Message):
     def results(self) -> Global___ResultBatch:
         """Attempts ended."""
 
+    @_builtins.property
+    def pong(self) -> Global___Pong:
+        """A sign of life."""
+
     def __init__(
         self,
         *,
         ready: Global___EngineReady | None = ...,
         loaded: Global___EngineLoaded | None = ...,
         results: Global___ResultBatch | None = ...,
+        pong: Global___Pong | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "ready", b"ready", "results", b"results"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "pong", b"pong", "ready", b"ready", "results", b"results"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "ready", b"ready", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "pong", b"pong", "ready", b"ready", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ready", "loaded", "results"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ready", "loaded", "results", "pong"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
