@@ -104,22 +104,21 @@ class Balancer:
         return move if self._seen >= self._config.confirm else None
 
     def _by_drain_time(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
-        receiver, before_s = None, 0.0
-        for load in loads:
-            if load.num_waiting:
-                drain_s = _drain_s(load, load.num_instances)
-                if drain_s > before_s:
-                    receiver, before_s = load, drain_s
+        receiver, before_s = _slowest(loads)
         if receiver is None:
             return None
-        after_s = _drain_s(receiver, receiver.num_instances + 1)
+        after_s = receiver.work_tokens / ((receiver.num_instances + 1) * receiver.tokens_per_s)
         margin = 1.0 + self._config.gain_margin
+        own_base, near_s, far_s = receiver.base, receiver.load_s, receiver.restart_s
         best, best_gain_s, best_net_s, best_cost_s = None, 0.0, 0.0, 0.0
+        # Unpacked, without calls: this runs over all policies at every look.
         for load in loads:
-            if load.num_instances < 2 or load is receiver:
+            _, base, num_instances, _, work_tokens, tokens_per_s, _, _ = load
+            if num_instances < 2 or load is receiver:
                 continue
-            gain_s = before_s - max(after_s, _drain_s(load, load.num_instances - 1))
-            cost_s = receiver.load_s if load.base == receiver.base else receiver.restart_s
+            giver_s = work_tokens / ((num_instances - 1) * tokens_per_s)
+            gain_s = before_s - (giver_s if giver_s > after_s else after_s)
+            cost_s = near_s if base == own_base else far_s
             net_s = gain_s - margin * cost_s
             if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
                 best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s
@@ -159,10 +158,16 @@ class Balancer:
         )
 
 
-def _drain_s(load: PolicyLoad, num_instances: int) -> float:
-    if num_instances <= 0:
-        return inf if load.work_tokens else 0.0
-    return load.work_tokens / (num_instances * load.tokens_per_s)
+def _slowest(loads: Sequence[PolicyLoad]) -> tuple[PolicyLoad | None, float]:
+    """The policy with a queue whose work takes longest, and how long; infinite without instance."""
+    slowest, longest_s = None, 0.0
+    for load in loads:
+        _, _, num_instances, num_waiting, work_tokens, tokens_per_s, _, _ = load
+        if num_waiting:
+            drain_s = work_tokens / (num_instances * tokens_per_s) if num_instances else inf
+            if drain_s > longest_s:
+                slowest, longest_s = load, drain_s
+    return slowest, longest_s
 
 
 def _move(

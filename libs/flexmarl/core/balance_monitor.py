@@ -43,25 +43,19 @@ class PolicyLoad(NamedTuple):
     restart_s: float
 
 
-class _Rate:
-    """Tokens per busy second, over the recent past."""
+class _Watched:
+    """A policy, and what was seen of it at the last look."""
 
-    __slots__ = ("busy_s", "done_tokens", "recent_s", "recent_tokens")
+    __slots__ = ("base", "book", "busy_s", "done_tokens", "policy", "recent_s", "recent_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str, base: str, book: PolicyBook) -> None:
+        self.policy = policy
+        self.base = base
+        self.book = book
         self.done_tokens = 0
         self.busy_s = 0.0
         self.recent_tokens = 0.0
         self.recent_s = 0.0
-
-    def update(self, done_tokens: int, busy_s: float) -> float:
-        passed_s = busy_s - self.busy_s
-        if passed_s > 0.0:
-            kept = exp(-passed_s / _MEMORY_S)
-            self.recent_tokens = kept * self.recent_tokens + done_tokens - self.done_tokens
-            self.recent_s = kept * self.recent_s + passed_s
-            self.done_tokens, self.busy_s = done_tokens, busy_s
-        return self.recent_tokens / self.recent_s if self.recent_tokens else DEFAULT_TOKENS_PER_S
 
 
 class MoveCosts:
@@ -75,28 +69,30 @@ class MoveCosts:
 
     def __init__(self, *, load_s: float = 0.5, restart_s: float = 20.0, rate: float = 0.3) -> None:
         self._rate = rate
-        self._first = {"load": load_s, "restart": restart_s}
-        self._seen: dict[tuple[str, str], float] = {}
+        self._load_s = load_s
+        self._restart_s = restart_s
+        self._loads: dict[str, float] = {}
+        self._restarts: dict[str, float] = {}
 
     def load_s(self, policy: str) -> float:
         """Time in which an instance takes over a policy's weights."""
-        return self._seen.get(("load", policy), self._first["load"])
+        return self._loads.get(policy, self._load_s)
 
     def restart_s(self, base: str) -> float:
         """Time in which an engine of a base starts."""
-        return self._seen.get(("restart", base), self._first["restart"])
+        return self._restarts.get(base, self._restart_s)
 
     def loaded(self, policy: str, took_s: float) -> None:
         """An instance has taken over a policy's weights."""
-        self._learn(("load", policy), took_s)
+        self._learn(self._loads, policy, took_s)
 
     def started(self, base: str, took_s: float) -> None:
         """An engine of a base has started."""
-        self._learn(("restart", base), took_s)
+        self._learn(self._restarts, base, took_s)
 
-    def _learn(self, key: tuple[str, str], took_s: float) -> None:
-        known = self._seen.get(key, took_s)
-        self._seen[key] = known + self._rate * (took_s - known)
+    def _learn(self, seen: dict[str, float], key: str, took_s: float) -> None:
+        known = seen.get(key, took_s)
+        seen[key] = known + self._rate * (took_s - known)
 
 
 class Monitor:
@@ -116,21 +112,33 @@ class Monitor:
         costs: MoveCosts,
     ) -> None:
         self._costs = costs
-        self._watched = [(name, bases[name], book(name), _Rate()) for name in sorted(bases)]
+        self._watched = [_Watched(name, bases[name], book(name)) for name in sorted(bases)]
 
     def observe(self, now: float) -> list[PolicyLoad]:
-        """Loads of all policies, by name."""
+        """Loads of all policies, by name. One flat loop: it runs at every look."""
         load_s, restart_s = self._costs.load_s, self._costs.restart_s
-        return [
-            PolicyLoad(
+        loads: list[PolicyLoad] = []
+        for watched in self._watched:
+            book = watched.book
+            busy_s = book.busy_s + book.num_busy * (now - book.busy_since)
+            passed_s = busy_s - watched.busy_s
+            if passed_s > 0.0:
+                kept = exp(-passed_s / _MEMORY_S)
+                new_tokens = book.done_tokens - watched.done_tokens
+                watched.recent_tokens = kept * watched.recent_tokens + new_tokens
+                watched.recent_s = kept * watched.recent_s + passed_s
+                watched.done_tokens, watched.busy_s = book.done_tokens, busy_s
+            rate = watched.recent_tokens
+            policy, base = watched.policy, watched.base
+            load = PolicyLoad(
                 policy,
                 base,
                 book.num_instances,
                 book.num_waiting,
                 book.waiting_tokens + book.running_tokens,
-                rate.update(book.done_tokens, book.busy_until(now)),
+                rate / watched.recent_s if rate else DEFAULT_TOKENS_PER_S,
                 load_s(policy),
                 restart_s(base),
             )
-            for policy, base, book, rate in self._watched
-        ]
+            loads.append(load)
+        return loads

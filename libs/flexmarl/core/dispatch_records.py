@@ -182,7 +182,3 @@ class PolicyBook:
         self.busy_s += self.num_busy * (now - self.busy_since)
         self.busy_since = now
         self.num_busy += change
-
-    def busy_until(self, now: float) -> float:
-        """Seconds of work until now."""
-        return self.busy_s + self.num_busy * (now - self.busy_since)
