@@ -13,6 +13,7 @@ from orchestrator.standin_trainer import StandInTrainer, weights_of
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.run_config import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +229,29 @@ async def test_stop_now_and_resume(processes: Processes) -> None:
         # A finished run can be asked for again: it is told, not driven.
         progress = await run.client.resume_run(run.run_id, home_shard=run.home)
         assert (progress.status, progress.version) == (common.RUN_STATUS_FINISHED, 3)
+
+
+async def test_settings_of_a_resumed_run_are_taken_or_refused_by_name(
+    processes: Processes,
+) -> None:
+    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version >= 1)
+        await run.client.stop_run(run.run_id)
+        for changed, words in (
+            (run_config(versions=5).model_copy(update={"seed": 8}), "seed: 7 -> 8"),
+            (run_config(groups=3), "batch.groups: .*the open batch was admitted with it"),
+        ):
+            text = changed.model_dump_json().encode()
+            with pytest.raises(FlexMarlError, match=words):
+                await run.client.resume_run(run.run_id, home_shard=run.home, config_json=text)
+        longer = run_config(versions=5).model_dump_json().encode()
+        await run.client.resume_run(run.run_id, home_shard=run.home, config_json=longer)
+        progress = await run.follow()
+        assert (progress.status, progress.version) == (common.RUN_STATUS_FINISHED, 5)
+        # Every service reads the settings there.
+        stored = RunConfig.model_validate_json((await run.store.get_run(run.run_id)).config_json)
+        assert stored.versions == 5
 
 
 async def test_stop_after_the_batch(processes: Processes) -> None:

@@ -6,6 +6,7 @@ are TOML values; what is not one is taken as bare text, so `--set server.host=12
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ def load_config(
     model: type[ModelT],
     *,
     path: Path | None = None,
+    stored_json: bytes = b"",
     env_prefix: str = "",
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
@@ -91,6 +93,7 @@ def load_config(
     Args:
         model: Pydantic model of the whole file.
         path: TOML file, or None for defaults.
+        stored_json: A configuration resolved earlier, to be changed, instead of a file.
         env_prefix: Such as `FLEXMARL_MEG_STORE`; empty: the environment is not read.
         overrides: `a.b=value` items, the last word.
         environ: Environment to read; `os.environ` by default.
@@ -98,7 +101,7 @@ def load_config(
     Raises:
         ConfigError: One line naming the key; `UnknownKeyError` for a key that does not exist.
     """
-    values: dict[str, Any] = {} if path is None else _read_toml(path)
+    values: dict[str, Any] = json.loads(stored_json or b"{}") if path is None else _read_toml(path)
     source = "config" if path is None else str(path)
     if env_prefix:
         for keys, text in _from_environ(env_prefix, os.environ if environ is None else environ):

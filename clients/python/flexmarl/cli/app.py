@@ -59,6 +59,10 @@ def train(
 @app.command()
 def resume(
     run: RunId,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Go on with another setting."),
+    ] = None,
     cluster: Cluster = None,
     out: Out = _OUT,
     data_dir: DataDir = DATA_DIR,
@@ -66,7 +70,9 @@ def resume(
     """Go on with a stopped, failed or abandoned run from its last committed version."""
     from flexmarl.cli.commands.resume import resume as command
 
-    raise typer.Exit(command(run, cluster=cluster or [], out=out, data_dir=data_dir))
+    raise typer.Exit(
+        command(run, overrides=set_ or [], cluster=cluster or [], out=out, data_dir=data_dir)
+    )
 
 
 @app.command()

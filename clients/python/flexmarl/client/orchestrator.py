@@ -29,11 +29,14 @@ class OrchestratorClient(ServiceClient):
         return response.progress
 
     async def resume_run(
-        self, run_id: str, *, home_shard: common_pb2.ShardAddress
+        self, run_id: str, *, home_shard: common_pb2.ShardAddress, config_json: bytes = b""
     ) -> pb.RunProgress:
-        """Go on with a run from its last committed version."""
+        """Go on with a run from its last committed version, with other settings if given."""
         request = pb.ResumeRunRequest(
-            request_id=new_request_id(), run_id=run_id, home_shard=home_shard
+            request_id=new_request_id(),
+            run_id=run_id,
+            home_shard=home_shard,
+            config_json=config_json,
         )
         response: pb.ResumeRunResponse = await self._call("ResumeRun", request)
         return response.progress

@@ -89,10 +89,16 @@ class StoreClient(ServiceClient):
         *,
         term: int,
         failure: common_pb2.Failure | None = None,
+        config_json: bytes = b"",
     ) -> graph_pb2.Run:
-        """Move a run to a state."""
+        """Move a run to a state; with another configuration, where one is given."""
         request = pb.UpdateRunStatusRequest(
-            request_id=new_request_id(), run_id=run_id, term=term, status=status, failure=failure
+            request_id=new_request_id(),
+            run_id=run_id,
+            term=term,
+            status=status,
+            failure=failure,
+            config_json=config_json,
         )
         response: pb.UpdateRunStatusResponse = await self._call("UpdateRunStatus", request)
         return response.run

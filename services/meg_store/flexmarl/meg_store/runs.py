@@ -135,6 +135,9 @@ class Runs:
             self.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, request.term)
         run = self.read(request.run_id)
         old, new = RUN_STATUS.to_core(run.status), RUN_STATUS.to_core(request.status)
+        changed = request.config_json not in (b"", run.config_json)
+        if changed:
+            run.config_json = request.config_json
         if old is not new:
             if not RUN.allows(old, new):
                 raise DomainError(
@@ -146,6 +149,7 @@ class Runs:
             run.ClearField("failure")
             if request.HasField("failure"):
                 run.failure.CopyFrom(request.failure)
+        if old is not new or changed:
             self._put(draft, run)
         return pb.UpdateRunStatusResponse(run=run)
 

@@ -141,7 +141,12 @@ class LiveRun:
 
     async def _drive(self) -> EndRun:
         term = await self.store.acquire_term(self.run_id, ORCHESTRATOR_SCOPE, holder="orchestrator")
-        await self.store.update_run_status(self.run_id, common_pb2.RUN_STATUS_RUNNING, term=term)
+        await self.store.update_run_status(
+            self.run_id,
+            common_pb2.RUN_STATUS_RUNNING,
+            term=term,
+            config_json=self._run.config_json,
+        )
         context = RunContext(
             run_id=self.run_id,
             term=term,

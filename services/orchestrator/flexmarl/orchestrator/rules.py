@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from flexmarl.core.batch import BatchRules
 from flexmarl.core.closure import ClosureRules
+from flexmarl.core.config_changes import config_changes
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules
@@ -32,6 +33,22 @@ def parse_config(config_json: bytes) -> RunConfig:
             f"the run's stored configuration: {key}: {problem['msg']}",
             {"key": key},
         ) from None
+
+
+def check_changes(stored_json: bytes, new_json: bytes) -> None:
+    """Whether a run may go on with another configuration.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT: the first setting that may not change, and why.
+    """
+    stored, new = (parse_config(text).model_dump(mode="json") for text in (stored_json, new_json))
+    for change in config_changes(stored, new):
+        if change.refused:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"resume with {change}: {change.refused}; leave it, or train a new run",
+                {"key": change.key},
+            )
 
 
 def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 0) -> RunRules:

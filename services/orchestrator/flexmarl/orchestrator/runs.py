@@ -16,6 +16,7 @@ from flexmarl.core.errors import DomainError, ErrorReason, not_built
 from flexmarl.orchestrator.config import OrchestratorConfig
 from flexmarl.orchestrator.live_run import LiveRun
 from flexmarl.orchestrator.owned_runs import OwnedRun, OwnedRuns
+from flexmarl.orchestrator.rules import check_changes
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.spans import SpanRecorder
@@ -75,9 +76,14 @@ class Runs:
                 _log.warning("run_not_taken_up", run=owned.run_id, error=str(error))
 
     async def begin(
-        self, run_id: str, home: common_pb2.ShardAddress, *, resume: bool
+        self,
+        run_id: str,
+        home: common_pb2.ShardAddress,
+        *,
+        resume: bool,
+        config_json: bytes = b"",
     ) -> pb.RunProgress:
-        """Start to drive a run; one that is driven already is answered.
+        """Start to drive a run, with other settings if given; one that is driven is answered.
 
         Raises:
             DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT, STATE_TRANSITION_REFUSED, NOT_BUILT.
@@ -89,7 +95,7 @@ class Runs:
             self._refuse_second(run_id)
             store = StoreClient.connect(home.address, patience_s=self._config.store_patience_s)
             try:
-                live = await self._open(run_id, home, store, resume=resume)
+                live = await self._open(run_id, home, store, resume=resume, config_json=config_json)
             except BaseException:
                 await store.close()
                 raise
@@ -165,9 +171,18 @@ class Runs:
         self._closing = True
 
     async def _open(
-        self, run_id: str, home: common_pb2.ShardAddress, store: StoreClient, *, resume: bool
+        self,
+        run_id: str,
+        home: common_pb2.ShardAddress,
+        store: StoreClient,
+        *,
+        resume: bool,
+        config_json: bytes,
     ) -> LiveRun:
         run = await store.get_run(run_id)
+        if config_json:
+            check_changes(run.config_json, config_json)
+            run.config_json = config_json  # stored once the run's term is held
         if len(run.shards) > 1:
             raise not_built(f"run {run_id!r}: a run on {len(run.shards)} store shards")
         live = LiveRun(

@@ -39,7 +39,9 @@ class Servicer(OrchestratorServiceServicer):
     ) -> pb.ResumeRunResponse:
         """Go on with a stored run."""
         home = _home(request.run_id, request.home_shard)
-        progress = await self._runs.begin(request.run_id, home, resume=True)
+        progress = await self._runs.begin(
+            request.run_id, home, resume=True, config_json=request.config_json
+        )
         return pb.ResumeRunResponse(progress=progress)
 
     async def StopRun(  # noqa: N802

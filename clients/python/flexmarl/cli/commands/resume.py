@@ -15,11 +15,19 @@ from flexmarl.cli.errors import CliError
 from flexmarl.cli.progress.outputs import is_complete
 from flexmarl.cli.session import Job, run_job
 from flexmarl.core.ids import check_name
+from flexmarl.runtime.config import load_config
 from flexmarl.runtime.run_config import RunConfig
 
 
-def resume(run_id: str, *, cluster: Sequence[str], out: Path, data_dir: Path) -> int:
-    """Resume a run; returns the exit code.
+def resume(
+    run_id: str,
+    *,
+    overrides: Sequence[str],
+    cluster: Sequence[str],
+    out: Path,
+    data_dir: Path,
+) -> int:
+    """Resume a run, with other settings where they may change; returns the exit code.
 
     Raises:
         CliError: There is no such run, it is finished, or what was started failed.
@@ -37,8 +45,13 @@ def resume(run_id: str, *, cluster: Sequence[str], out: Path, data_dir: Path) ->
         # Finished, but its folder is not: the command was interrupted while it wrote the weights.
         if run.status == common_pb2.RUN_STATUS_FINISHED and is_complete(run_folder, run):
             raise CliError(f"run {run_id} is finished; look at it: flexmarl show {run_id}")
-        await clients.orchestrator.resume_run(run_id, home_shard=clients.home_shard)
-        return RunConfig.model_validate_json(run.config_json)
+        config = load_config(RunConfig, stored_json=run.config_json, overrides=overrides)
+        await clients.orchestrator.resume_run(
+            run_id,
+            home_shard=clients.home_shard,
+            config_json=config.model_dump_json().encode() if overrides else b"",
+        )
+        return config
 
     job = Job(
         run_id=run_id,

@@ -372,6 +372,7 @@ class UpdateRunStatusRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this call."""
     run_id: _builtins.str
@@ -380,6 +381,10 @@ class UpdateRunStatusRequest(_message.Message):
     """Orchestrator's term; 0 only for a client that stops a run without an orchestrator."""
     status: _common_pb2.RunStatus.ValueType
     """New state."""
+    config_json: _builtins.bytes
+    """Resolved configuration to go on with, as JSON; empty: the stored one. Set by the orchestrator, which
+    has checked what may change.
+    """
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
         """Why, with RUN_STATUS_FAILED."""
@@ -392,10 +397,11 @@ class UpdateRunStatusRequest(_message.Message):
         term: _builtins.int = ...,
         status: _common_pb2.RunStatus.ValueType = ...,
         failure: _common_pb2.Failure | None = ...,
+        config_json: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "request_id", b"request_id", "run_id", b"run_id", "status", b"status", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "failure", b"failure", "request_id", b"request_id", "run_id", b"run_id", "status", b"status", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

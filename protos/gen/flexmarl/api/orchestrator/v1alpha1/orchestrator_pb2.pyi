@@ -113,10 +113,15 @@ class ResumeRunRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     HOME_SHARD_FIELD_NUMBER: _builtins.int
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this call."""
     run_id: _builtins.str
     """Run."""
+    config_json: _builtins.bytes
+    """Resolved configuration to go on with, as JSON; empty: the stored one. A setting that may not change
+    is refused by name.
+    """
     @_builtins.property
     def home_shard(self) -> _common_pb2.ShardAddress:
         """Home shard."""
@@ -127,10 +132,11 @@ class ResumeRunRequest(_message.Message):
         request_id: _builtins.str = ...,
         run_id: _builtins.str = ...,
         home_shard: _common_pb2.ShardAddress | None = ...,
+        config_json: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["home_shard", b"home_shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["home_shard", b"home_shard", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "home_shard", b"home_shard", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
