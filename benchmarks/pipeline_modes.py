@@ -20,6 +20,8 @@ QUICKSTART_MODEL: Final = Path(__file__).parents[1] / "examples/quickstart/model
 TEAM: Final = Path(__file__).parent / "emulated"
 CONTEXT: Final = 1 << 17
 LONG_S: Final = 7200.0
+LOOK_S: Final = 0.02
+"""Shortest time between two looks of the balancing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,12 @@ def run_config(emulation: Emulation, mode: Mode, folder: Path) -> RunConfig:
             },
             "rollout": {
                 "max_concurrent_queries": 1 if rules.serial else None,
-                "balance": {"rule": "drain_time" if rules.balances else "off"},
+                # Its times are of the emulated world, too; a look costs real time.
+                "balance": {
+                    "rule": "drain_time" if rules.balances else "off",
+                    "interval_s": max(0.1 * emulation.second_s, LOOK_S),
+                    "residence_s": 2.0 * emulation.second_s,
+                },
             },
             "trainer": {"slots": num_slots(emulation, mode)},
             "pipeline": {
