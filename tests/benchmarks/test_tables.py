@@ -1,0 +1,28 @@
+"""The page of benchmarks says what was recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.tables import document
+
+
+def test_figures_become_tables_and_notes_stand_under_them() -> None:
+    page = document(
+        [
+            '{"name": "pipeline.ma.step_vs_bound", "value": 1.2345, "unit": "ratio"}\n',
+            '{"name": "store.rows_per_s", "value": 30500, "unit": "1/s", "against": "a floor", '
+            '"ratio": 0.912}\n',
+            "\n",
+            '{"note": "two cores, load 1.0"}\n',
+        ]
+    )
+    assert "## pipeline, ma\n" in page
+    assert "| `pipeline.ma.step_vs_bound` | 1.234 ratio |  |  |" in page
+    assert "| `store.rows_per_s` | 30,500 1/s | a floor | 0.91 |" in page
+    assert page.endswith("## Notes\n\n- two cores, load 1.0\n")
+
+
+def test_what_is_no_figure_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expecting"):
+        document(["pipeline 3\n"])
