@@ -14,7 +14,10 @@ import sys
 from benchmarks.report import Report
 
 NAMES = ("store", "rollout", "trainer", "pipeline")
-PARTS = {"rollout": ("balance", "rollout", "hot_queue", "in_flight", "weight_updates")}
+PARTS = {
+    "rollout": ("balance", "rollout", "hot_queue", "in_flight", "weight_updates"),
+    "trainer": ("trainer", "trainer_tokens"),
+}
 """Modules of a name; the module of that name where none are listed."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -20,8 +19,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Report
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -78,8 +79,8 @@ async def _measure() -> tuple[dict[str, list[float]], list[float]]:
     measured: dict[str, list[float]] = {"bind": [], "gradients": [], "apply": []}
     plain: list[float] = []
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
-        async with _services(Path(scratch)) as (store, trainer):
-            team = _Team(store, trainer)
+        async with services(Path(scratch)) as (store, trainer):
+            team = Team(store, trainer)
             await team.open()
             for batch in range(VERSIONS):
                 times = await team.version(batch)
@@ -90,11 +91,46 @@ async def _measure() -> tuple[dict[str, list[float]], list[float]]:
     return measured, plain[2:]
 
 
-class _Team:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a version trains on.
+
+    Attributes:
+        policy: Sections of the policy's configuration.
+        rows: Rows per version.
+        micro_batches: Micro-batches that they are handed in.
+        prompt: Prompt tokens per row.
+        response: Response tokens per row.
+        vocab: Tokens are drawn below it.
+    """
+
+    policy: Mapping[str, Any]
+    rows: int
+    micro_batches: int
+    prompt: int
+    response: int
+    vocab: int
+
+
+QUICKSTART = Work(
+    policy={
+        "model": {"path": str(MODEL), "init": "random"},
+        "loss": {"entropy": 0.1},
+        "optimizer": {"lr": 3e-3},
+    },
+    rows=ROWS,
+    micro_batches=1,
+    prompt=PROMPT,
+    response=RESPONSE,
+    vocab=6,
+)
+
+
+class Team:
     """One policy, driven as the orchestrator does."""
 
-    def __init__(self, store: StoreClient, trainer: TrainerClient) -> None:
-        self._store, self._trainer = store, trainer
+    def __init__(self, store: StoreClient, trainer: TrainerClient, work: Work = QUICKSTART) -> None:
+        self._store, self._trainer, self._work = store, trainer, work
         self._term = 0
         self._state = StateRecord()
 
@@ -105,19 +141,14 @@ class _Team:
                 "versions": VERSIONS,
                 "workflow": {"entry": "team:team", "reward": "team:reward"},
                 "dataset": {"path": "none.jsonl"},
-                "batch": {"groups": 1, "samples_per_group": ROWS},
-                "policies": {
-                    "p": {
-                        "model": {"path": str(MODEL), "init": "random"},
-                        "loss": {"entropy": 0.1},
-                        "optimizer": {"lr": 3e-3},
-                    }
-                },
+                "batch": {"groups": 1, "samples_per_group": self._work.rows},
+                "policies": {"p": self._work.policy},
                 "agents": {"a": {"policy": "p"}},
             }
         )
         shards = [ShardAddress(name="s0", address=self._store.address)]
-        model = ModelRef(path=str(MODEL), content_hash=folder_hash(MODEL))
+        path = self._work.policy["model"]["path"]
+        model = ModelRef(path=path, content_hash=folder_hash(Path(path)))
         await self._store.create_run(
             Run(
                 run_id=RUN,
@@ -132,25 +163,37 @@ class _Team:
         await self._bind(None)
         await self._commit(0)
 
-    async def version(self, batch: int) -> dict[str, float]:
-        """Trains one version; returns seconds by operation."""
-        record = await self._micro_batch(batch)
-        marks = [time.perf_counter()]
+    async def version(
+        self, batch: int, between: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Trains one version; returns seconds by operation.
+
+        Args:
+            batch: Its number.
+            between: Called before each micro-batch and before the update; not counted.
+        """
+        records = await self._micro_batches(batch)
+        started = time.perf_counter()
         await self._bind(batch)
-        marks.append(time.perf_counter())
-        await self._trainer.compute_gradients(
-            RUN, record, term=self._term, version=batch, weights_hash=self._state.weights_hash
-        )
-        marks.append(time.perf_counter())
+        seconds = {"bind": time.perf_counter() - started, "gradients": 0.0}
+        for record in records:
+            between()
+            started = time.perf_counter()
+            await self._trainer.compute_gradients(
+                RUN, record, term=self._term, version=batch, weights_hash=self._state.weights_hash
+            )
+            seconds["gradients"] += time.perf_counter() - started
+        between()
+        started = time.perf_counter()
+        names = [record.micro_batch_id for record in records]
         applied = await self._trainer.apply_update(
-            RUN, "p", term=self._term, batch=batch, micro_batch_ids=[record.micro_batch_id]
+            RUN, "p", term=self._term, batch=batch, micro_batch_ids=names
         )
-        marks.append(time.perf_counter())
+        seconds["apply"] = time.perf_counter() - started
         self._state = applied.state
         await self._commit(batch + 1)
         await self._trainer.suspend_policy(RUN, "p", term=self._term)
-        names = ("bind", "gradients", "apply")
-        return dict(zip(names, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+        return seconds
 
     async def _bind(self, version: int | None) -> None:
         self._term = await self._store.acquire_term(RUN, "policy/p", holder="bench")
@@ -174,24 +217,25 @@ class _Team:
         if not version:
             await self._trainer.suspend_policy(RUN, "p", term=self._term)
 
-    async def _micro_batch(self, batch: int) -> MicroBatch:
+    async def _micro_batches(self, batch: int) -> list[MicroBatch]:
+        work = self._work
         rng = random.Random(batch)
         group = GroupId(BatchId(batch), 0)
         samples, vertices, released = [], [], []
-        for ordinal in range(ROWS):
+        for ordinal in range(work.rows):
             sample = str(SampleId(group, ordinal))
             meta = VertexMeta(
                 vertex_id=f"{sample}/0:0", sample_id=sample, group_id=str(group), batch=batch,
                 attempt=1, path="0:0", agent="a", policy="p", policy_version=batch,
                 kind=common_pb2.VERTEX_KIND_AGENT, status=common_pb2.VERTEX_STATUS_DONE,
                 weights_hash=self._state.weights_hash, trainable=True,
-                version_runs=[VersionRun(version=batch, num_tokens=RESPONSE)],
-                num_prompt_tokens=PROMPT, num_response_tokens=RESPONSE,
+                version_runs=[VersionRun(version=batch, num_tokens=work.response)],
+                num_prompt_tokens=work.prompt, num_response_tokens=work.response,
             )  # fmt: skip
             payload = VertexPayload(
-                prompt_tokens=[rng.randrange(6) for _ in range(PROMPT)],
-                response_tokens=[rng.randrange(6) for _ in range(RESPONSE)],
-                logprobs=[-1.8] * RESPONSE,
+                prompt_tokens=[rng.randrange(work.vocab) for _ in range(work.prompt)],
+                response_tokens=[rng.randrange(work.vocab) for _ in range(work.response)],
+                logprobs=[-1.8] * work.response,
                 temperature=1.0,
             )
             vertices.append(Vertex(meta=meta, payload=payload))
@@ -204,7 +248,7 @@ class _Team:
             ref = VertexRef(shard="s0", vertex_id=meta.vertex_id, agent="a")
             released.append(ReleasedRow(row=ref, reward=0.0, advantage=rng.uniform(-1, 1)))
         opened = Group(
-            group_id=str(group), batch=batch, num_samples=ROWS, query_json=b"{}",
+            group_id=str(group), batch=batch, num_samples=work.rows, query_json=b"{}",
             status=common_pb2.GROUP_STATUS_OPEN,
         )  # fmt: skip
         await self._store.write_graph(
@@ -214,12 +258,17 @@ class _Team:
             group_id=str(group), status=common_pb2.GROUP_STATUS_CLOSED, released=released
         )
         await self._store.close_groups(RUN, [closure], term=1)
-        record = MicroBatch(
-            micro_batch_id=micro_batch_id(BatchId(batch), ordinal=0, policy="p"), policy="p",
-            batch=batch, rows=[item.row for item in released], term=1,
-        )  # fmt: skip
-        await self._store.create_micro_batch(RUN, record)
-        return record
+        rows = [item.row for item in released]
+        count = work.rows // work.micro_batches
+        records = []
+        for ordinal in range(work.micro_batches):
+            record = MicroBatch(
+                micro_batch_id=micro_batch_id(BatchId(batch), ordinal=ordinal, policy="p"),
+                policy="p", batch=batch, rows=rows[ordinal * count :][:count], term=1,
+            )  # fmt: skip
+            await self._store.create_micro_batch(RUN, record)
+            records.append(record)
+        return records
 
 
 def _plain_loop() -> Callable[[], None]:
@@ -255,7 +304,10 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _services(folder: Path) -> AsyncIterator[tuple[StoreClient, TrainerClient]]:
+async def services(
+    folder: Path, *settings: str
+) -> AsyncIterator[tuple[StoreClient, TrainerClient]]:
+    """Store and trainer as processes, with settings of the trainer."""
     shm = Path(f"/dev/shm/flexmarl-bench-{uuid.uuid4().hex[:12]}")
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -263,7 +315,9 @@ async def _services(folder: Path) -> AsyncIterator[tuple[StoreClient, TrainerCli
             processes, folder, "meg_store", f"store.data_dir={folder / 'data'}",
             f"store.shm_dir={shm}", "store.durability=fsync",
         )  # fmt: skip
-        trainer_at = await _start(processes, folder, "trainer", f"data_dir={folder / 'trainer'}")
+        trainer_at = await _start(
+            processes, folder, "trainer", f"data_dir={folder / 'trainer'}", *settings
+        )
         store, trainer = StoreClient.connect(store_at), TrainerClient.connect(trainer_at)
         async with store, trainer:
             yield store, trainer
