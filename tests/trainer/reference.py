@@ -15,7 +15,7 @@ def build(model: Path, weights: dict[str, np.ndarray], dtype: torch.dtype):
     lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
     lm.eval()
     for module in lm.modules():  # the library's norm casts to float32 inside
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, m=module: (
                 m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
             )

@@ -149,6 +149,32 @@ async def test_divergence_and_correction_are_exact(
     assert all(reply.seconds["reference"] > 0 for reply in replies)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+async def test_other_models_are_as_exact(
+    ranks: Ranks, tmp_path: Path, kind: str, tied: bool
+) -> None:
+    """Biases in attention, norms of queries and keys, a window shorter than the rows."""
+    changes = {"architectures": None, "model_type": kind, "tie_word_embeddings": tied}
+    if kind == "mistral":
+        changes["sliding_window"] = 4
+    model = write_model(tmp_path / "m", head_dim=16, **changes)
+    rows = make_rows(12, seed=4)
+    config = policy_config(
+        model,
+        loss={"entropy": 0.1},
+        trainer={"compute_dtype": "float64", "max_tokens_per_pass": 40},
+    )
+    policy = Policy(ranks, config, model, [0, 1])
+    await policy.bind()
+    state = await policy.export("master")
+    lm = reference.build(model, read(state["master"]), torch.float64)
+    expected = reference.gradient(lm, rows, aggregation="token_mean", entropy=0.1)
+    await policy.add(rows)
+    got = flat((await policy.export("gradients"))["gradients"])
+    assert np.linalg.norm(got - expected) <= 1e-10 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("members", [[0], [1, 0]], ids=["one_rank", "two_ranks"])
 async def test_checkpointed_layers_give_the_same_gradient(
     ranks: Ranks, tmp_path: Path, members: list[int]

@@ -278,13 +278,38 @@ async def test_pretrained_weights_come_from_the_folder(ranks: Ranks, tmp_path: P
         assert np.array_equal(got[name], value.detach().numpy()), name
 
 
-@pytest.mark.parametrize("broken", ["no_folder", "no_weights", "not_json"])
+BROKEN = [
+    "no_folder",
+    "no_weights",
+    "not_json",
+    "no_language_model",
+    "corrupt",
+    "vocabulary",
+    "lacks",
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 async def test_a_bad_model_folder_is_named(ranks: Ranks, tmp_path: Path, broken: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     model = tmp_path / "bad-model"
     if broken != "no_folder":
         write_model(model)
     if broken == "not_json":
         (model / "config.json").write_text("{")
+    if broken == "no_language_model":
+        (model / "config.json").write_text('{"model_type": "vit"}')
+    if broken in ("corrupt", "vocabulary", "lacks"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        lm.save_pretrained(model)
+        weights = model / "model.safetensors"
+        if broken == "corrupt":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        elif broken == "vocabulary":
+            write_model(model, vocab_size=9)
+        else:
+            write_model(model, num_hidden_layers=3)
     config = policy_config(model, model={"path": str(model), "init": "pretrained"})
     with pytest.raises(DomainError, match="bad-model") as caught:
         await Policy(ranks, config, model, [0]).bind()

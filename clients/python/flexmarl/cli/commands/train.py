@@ -10,7 +10,8 @@ from flexmarl.cli.cluster.attach import parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import ENGINE_HOST, ClusterSettings, plan_services
 from flexmarl.cli.errors import CliError
-from flexmarl.cli.preflight.run import check_run, load_run_config
+from flexmarl.cli.output import print_line
+from flexmarl.cli.preflight.run import check_run, load_run_config, notes_of
 from flexmarl.cli.progress.outputs import check_new
 from flexmarl.core.ids import check_name
 
@@ -45,6 +46,8 @@ def train(
         raise CliError("--service-set: only for a cluster that this command starts; drop --cluster")
     plan_services(cluster_folder, settings)
     check_run(config, max_engines=settings.value(ENGINE_HOST, "max_engines") or 0)
+    for note in notes_of(config):
+        print_line(note)
     # Imported after the checks: bad input is told at once, and gRPC takes its time.
     from flexmarl.cli.launch import launch
 

@@ -29,6 +29,17 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return config.relative_to(path.resolve().parent)
 
 
+def notes_of(config: RunConfig) -> list[str]:
+    """Returns what a user should know of a run that is right as it is."""
+    advantage = config.advantage
+    if advantage.rule().release_scope != "batch":
+        return []
+    return [
+        f'advantage.estimator = "{advantage.estimator}" compares whole batches: nothing is trained '
+        "while a batch still rolls out"
+    ]
+
+
 def check_run(config: RunConfig, *, max_engines: int = 0) -> None:
     """Looks at everything that a run needs from the outside.
 

@@ -58,10 +58,14 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
 
     config = load_config(model_path)
     register()
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
-        )
+    try:
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+            )
+    except ValueError as error:
+        kind = getattr(config, "model_type", "")
+        raise _invalid(model_path, f"is no causal language model ({kind}): {error}") from error
     model.tie_weights()
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

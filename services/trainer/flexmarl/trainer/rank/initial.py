@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ def initial_weights(
     Raises:
         DomainError: MODEL_INVALID.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if init == "random":
@@ -35,19 +36,33 @@ def initial_weights(
     else:
         load_config(model_path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 model_path,
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,  # other formats would unpickle a foreign file
+                output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise DomainError(
                 ErrorReason.MODEL_INVALID,
                 f"{model_path}: weights cannot be read ({type(error).__name__}: {error}); give a "
                 'folder with model.safetensors, or init = "random"',
                 {"model": str(model_path)},
             ) from error
+        _check_whole(model_path, found["missing_keys"])
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
+
+
+def _check_whole(model_path: Path, missing: Iterable[str]) -> None:
+    # The library draws what a file lacks at random, with a warning that nobody reads.
+    lacking = sorted(missing)
+    if lacking:
+        raise DomainError(
+            ErrorReason.MODEL_INVALID,
+            f"{model_path}: its weights lack {len(lacking)} parameter(s) of config.json, such as "
+            f"{lacking[0]}",
+            {"model": str(model_path), "parameter": lacking[0]},
+        )
