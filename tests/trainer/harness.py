@@ -118,6 +118,7 @@ class Policy:
     members: list[int]
     seed: int = 3
     parameters: list[Any] = field(default_factory=list)
+    published: list[Any] = field(default_factory=list)
     prefix: str = "g"
     package: str = ""
 
@@ -149,6 +150,7 @@ class Policy:
             )
         )
         self.parameters = list(replies[0].bound.parameters)
+        self.published = list(replies[0].bound.published) or self.parameters
         return replies[0].bound
 
     async def add(self, rows: list[Row], name: str = "m", **more: Any) -> list[rank_pb2.RankAdded]:
@@ -159,7 +161,7 @@ class Policy:
         layout = lay_out(
             segment_specs(
                 kind,
-                self.parameters,
+                self.published if kind == "weights" else self.parameters,
                 weights_dtype=self.config.rollout.dtype,
                 world_size=len(self.members),
             )

@@ -214,5 +214,16 @@ class LossConfig(_Section):
         return _at(self.entropy, num_updates)
 
 
+class LoraConfig(_Section):
+    """A low-rank adapter that is trained in place of the weights (arXiv 2106.09685)."""
+
+    rank: Annotated[int, Field(ge=1)] = 8
+    """Rank of each update."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """Scale: the update is alpha / rank times the product of the two factors."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Linear layers that get one, by the last part of their name."""
+
+
 def _at(value: float | ScheduleConfig, num_updates: int) -> float:
     return value.at(num_updates) if isinstance(value, ScheduleConfig) else value

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flexmarl.core.ids import check_name
-from flexmarl.runtime.algorithm_config import AdvantageConfig, LossConfig, OptimizerConfig
+from flexmarl.runtime.algorithm_config import (
+    AdvantageConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+)
 
 
 class _Section(BaseModel):
@@ -274,6 +279,8 @@ class PolicyConfig(_Section):
     """Optimizer."""
     loss: LossConfig = LossConfig()
     """Loss."""
+    lora: LoraConfig | None = None
+    """Train an adapter in place of the weights; unset means the weights themselves."""
     rollout: PolicyRolloutConfig = PolicyRolloutConfig()
     """Inference."""
     trainer: PolicyTrainerConfig = PolicyTrainerConfig()

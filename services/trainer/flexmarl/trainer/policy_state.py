@@ -36,6 +36,7 @@ class PolicyState:
         self._parts = parts
         self._check = check
         self._parameters: list[meg_store_pb2.NamedBuffer] = []
+        self._published: list[meg_store_pb2.NamedBuffer] = []
         self._record: graph_pb2.StateRecord | None = None
         self._saved = Ledger(batch=0)
         self._num_saves = 0
@@ -176,7 +177,7 @@ class PolicyState:
         template.policy_json = parts.config.model_dump_json().encode()
         template.model_path = parts.model_path
         template.package_path = parts.package_path
-        if parts.config.loss.kl is not None:
+        if parts.config.loss.kl is not None or parts.config.lora is not None:
             template.reference.seed = parts.init_seed
         template.members.extend(parts.ranks.members)
         template.group_prefix = meeting.prefix
@@ -190,6 +191,7 @@ class PolicyState:
         self._check()
         replies = await parts.ranks.each(commands)
         self._parameters = list(replies[0].bound.parameters)
+        self._published = list(replies[0].bound.published) or self._parameters
         self.size_bytes = replies[0].bound.state_bytes
         return dict(replies[0].bound.seconds)
 
@@ -211,6 +213,7 @@ class PolicyState:
         targets = await self._parts.segments.allocate(
             kinds,
             self._parameters,
+            published=self._published,
             world_size=len(self._parts.ranks),
             version=version,
             number=number,

@@ -82,18 +82,28 @@ class StateSegments:
         kinds: Sequence[str],
         parameters: Sequence[meg_store_pb2.NamedBuffer],
         *,
+        published: Sequence[meg_store_pb2.NamedBuffer],
         world_size: int,
         version: int,
         number: int | None = None,
     ) -> StateTargets:
-        """Makes room for some kinds of state of a set that this many ranks write."""
+        """Makes room for some kinds of state of a set that this many ranks write.
+
+        Args:
+            kinds: Kinds of state.
+            parameters: Full parameters that are trained, in the master dtype.
+            published: Full weights that engines load.
+            world_size: Number of ranks.
+            version: Version of the set.
+            number: Number of the save within it.
+        """
         writers = await asyncio.gather(
             *(
                 self._allocate(
                     kind,
                     segment_specs(
                         kind,
-                        parameters,
+                        published if kind == "weights" else parameters,
                         weights_dtype=self._weights_dtype,
                         world_size=world_size,
                     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.algorithm_config import LoraConfig
 from flexmarl.trainer.rank.attention import PackedRows
 from flexmarl.trainer.rank.construct import build_empty
+from flexmarl.trainer.rank.lora import Base, add_adapter
 from flexmarl.trainer.rank.precision import keep_float64
 from flexmarl.trainer.rank.scoring import score
 
@@ -52,12 +55,19 @@ class ScoringModel(nn.Module):
     Args:
         lm: Model with an output head, built with the packed attention.
         score_dtype: Dtype of logits and log-probabilities: float32, or float64.
+        base: Weights below an adapter; None without one.
     """
 
-    def __init__(self, lm: Any, score_dtype: torch.dtype) -> None:  # noqa: ANN401 - untyped library
+    def __init__(
+        self,
+        lm: Any,  # noqa: ANN401 - untyped library
+        score_dtype: torch.dtype,
+        base: Base | None = None,
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.score_dtype = score_dtype
+        self.base = base
 
     def forward(self, inputs: PassInputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (log-probabilities, entropies) [scored]; entropies carry a gradient if asked."""
@@ -96,31 +106,52 @@ def build_sharded(
     checkpointing: bool,
     mesh: DeviceMesh,
     device: torch.device,
+    lora: LoraConfig | None = None,
+    weights: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> ScoringModel:
     """Builds the model of a folder with unset weights, sharded over `mesh`.
 
+    Args:
+        model_path: Folder.
+        compute_dtype: Dtype of forward and backward.
+        checkpointing: Compute layers again in the backward.
+        mesh: Ranks.
+        device: Device.
+        lora: Adapter that is trained in place of the weights.
+        weights: The weights below it, full.
+
     Raises:
-        DomainError: MODEL_INVALID.
+        DomainError: MODEL_INVALID; NOT_BUILT for an adapter whose library is missing.
     """
     dtype = master_dtype(compute_dtype)
     lm = build_empty(model_path, dtype=dtype, device=device)
     if dtype == torch.float64:
         keep_float64(lm)
+    base = None
+    if lora is not None:
+        low = torch.bfloat16 if compute_dtype == "bfloat16" else dtype
+        base = add_adapter(lm, lora, weights=weights, compute_dtype=low, device=device)
     if checkpointing:
         for layer in _layers(lm):
             # Inside of what FSDP wraps, which has the weights whole when they are needed again.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    return shard(lm, compute_dtype=compute_dtype, mesh=mesh)
+    return shard(lm, compute_dtype=compute_dtype, mesh=mesh, base=base)
 
 
-def shard(lm: Any, *, compute_dtype: str, mesh: DeviceMesh) -> ScoringModel:  # noqa: ANN401
+def shard(
+    lm: Any,  # noqa: ANN401 - untyped library
+    *,
+    compute_dtype: str,
+    mesh: DeviceMesh,
+    base: Base | None = None,
+) -> ScoringModel:
     """Shards a model in the master dtype: each layer a unit, and the rest another.
 
     Raises:
         DomainError: MODEL_INVALID.
     """
     dtype = master_dtype(compute_dtype)
-    model = ScoringModel(lm, score_dtype=dtype)
+    model = ScoringModel(lm, score_dtype=dtype, base=base)
     # The library's dropout and the like stay off: log-probabilities must be those of the engine.
     model.eval()
     small = sum(parameter.numel() for parameter in model.parameters()) < ONE_UNIT_BELOW

@@ -11,9 +11,10 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.construct import architecture_of
 from flexmarl.trainer.rank.groups import GroupKey, Groups, mesh_of
+from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.model import build_sharded
 from flexmarl.trainer.rank.residence import ModuleKey, Resident, Residents
-from flexmarl.trainer.rank.shards import describe
+from flexmarl.trainer.rank.shards import describe, describe_base
 from flexmarl.trainer.state_layout import block_of
 
 
@@ -45,6 +46,7 @@ class Modules:
             architecture=architecture,
             compute_dtype=config.trainer.compute_dtype,
             checkpointing=config.trainer.gradient_checkpointing,
+            adapter=_adapter_of(command, config),
             group=group_key,
         )
         resident = self._residents.get(key, lambda: self._build(model_path, command, config, group))
@@ -76,12 +78,32 @@ class Modules:
             checkpointing=config.trainer.gradient_checkpointing,
             mesh=mesh_of(group, self._device),
             device=self._device,
+            lora=config.lora,
+            weights=()
+            if config.lora is None
+            else initial_weights(model_path, init=config.model.init, seed=command.reference.seed),
         )
         parameters = describe(model, prefix="lm.")
-        block = block_of(parameters, rank=command.rank, world_size=len(command.members))
-        return Resident(model=model, group=group, parameters=parameters, block=block)
+        published = parameters if model.base is None else describe_base(model.base, parameters)
+        rank, world_size = command.rank, len(command.members)
+        return Resident(
+            model=model,
+            group=group,
+            parameters=parameters,
+            published=published,
+            block=block_of(parameters, rank=rank, world_size=world_size),
+            published_block=block_of(published, rank=rank, world_size=world_size),
+        )
 
     def _destroy(self, groups: list[GroupKey]) -> None:
         self._residents.drop(lambda key, _: key.group in groups)
         for key in groups:
             self._groups.destroy(key)
+
+
+def _adapter_of(command: rank_pb2.RankBind, config: PolicyConfig) -> str:
+    """What a module with an adapter depends on beyond its architecture: the weights below it."""
+    if config.lora is None:
+        return ""
+    first = f"{command.model_path} {config.model.init} {command.reference.seed}"
+    return f"{config.lora.model_dump_json()} {first}"

@@ -22,5 +22,5 @@ def keep_float64(model: nn.Module) -> None:
 def _rms_norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     epsilon = float(getattr(self, "variance_epsilon"))  # noqa: B009 - untyped attribute
-    weight = self.get_parameter("weight")
+    weight: torch.Tensor = getattr(self, "weight")  # noqa: B009 - a parameter, or a constant
     return weight * (hidden_states * torch.rsqrt(variance + epsilon))

@@ -22,12 +22,14 @@ class ModuleKey:
     """What a module depends on: architecture and sharding, not the policy.
 
     Policies of one architecture that take turns on a slot share a module; it is pointed at the
-    memory of the one that is bound.
+    memory of the one that is bound. A module with an adapter (`adapter` names it, and the weights
+    below it) belongs to policies with the same base.
     """
 
     architecture: str
     compute_dtype: str
     checkpointing: bool
+    adapter: str
     group: GroupKey
 
 
@@ -38,21 +40,31 @@ class Resident:
     Attributes:
         model: Sharded module.
         group: Its process group.
-        parameters: Full parameters.
-        block: What this rank has of them.
+        parameters: Full parameters that are trained.
+        published: Full weights that engines load.
+        block: What this rank has of the parameters.
+        published_block: Its share of what is published.
     """
 
     model: ScoringModel
     group: dist.ProcessGroup
     parameters: Sequence[meg_store_pb2.NamedBuffer]
+    published: Sequence[meg_store_pb2.NamedBuffer]
     block: Block
+    published_block: Block
     _placed: tuple[int, ShardedState] | None = field(default=None, init=False)
 
     def at(self, room: Room) -> ShardedState:
         """Points the module at a region; at once when it points there already."""
         address = room.memory.data_ptr()
         if self._placed is None or self._placed[0] != address:
-            state = ShardedState(self.model, block=self.block, memory=room.memory, prefix="lm.")
+            state = ShardedState(
+                self.model,
+                block=self.block,
+                memory=room.memory,
+                prefix="lm.",
+                base=None if self.model.base is None else (self.model.base, self.published_block),
+            )
             self._placed = (address, state)
         return self._placed[1]
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.trainer.rank.lora import Base
 from flexmarl.trainer.rank.placement import Place, place
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
 from flexmarl.trainer.state_layout import MOMENTS, Block, Piece
@@ -70,6 +71,22 @@ def describe(module: nn.Module, *, prefix: str) -> list[meg_store_pb2.NamedBuffe
     ]
 
 
+def describe_base(
+    base: Base, trained: Sequence[meg_store_pb2.NamedBuffer]
+) -> list[meg_store_pb2.NamedBuffer]:
+    """Returns the plain model's weights as full tensors in the dtype of what is trained."""
+    dtype = trained[0].dtype
+    return [
+        meg_store_pb2.NamedBuffer(
+            name=name,
+            dtype=dtype,
+            shape=weight.shape,
+            size_bytes=weight.numel() * DTYPES[dtype].itemsize,
+        )
+        for name, weight in base.weights.items()
+    ]
+
+
 def state_bytes(block: Block) -> int:
     """Returns the size of the region that a rank's state needs."""
     return block.padded_bytes + (len(MOMENTS) + 1) * block.size_bytes
@@ -86,12 +103,20 @@ class ShardedState:
         block: What this rank has of them.
         memory: The region, `state_bytes` long.
         prefix: Prefix of parameter names to take off.
+        base: Weights below an adapter and this rank's share of them; None without one.
     """
 
     def __init__(
-        self, module: nn.Module, *, block: Block, memory: torch.Tensor, prefix: str
+        self,
+        module: nn.Module,
+        *,
+        block: Block,
+        memory: torch.Tensor,
+        prefix: str,
+        base: tuple[Base, Block] | None = None,
     ) -> None:
         self._memory = memory
+        self._base = base
         self._block = block
         parameters = place(
             module,
@@ -145,16 +170,27 @@ class ShardedState:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields this rank's rows of the weights, converted, with their places in a segment.
 
+        With an adapter it is collective at its start, and the weights are merged with it.
+
         Args:
             buffers: Full tensors by name, of any dtype.
         """
-        for shard in self.shards:
-            buffer = buffers[shard.name]
+        for piece, local in self._published():
+            buffer = buffers[piece.name]
             dtype = DTYPES[buffer.dtype]
-            row_bytes = prod(shard.shape[1:]) * dtype.itemsize
-            rows = shard.local.to(dtype).contiguous().view(-1).view(torch.uint8)
+            row_bytes = prod(piece.shape[1:]) * dtype.itemsize
+            rows = local.to(dtype).contiguous().view(-1).view(torch.uint8)
             if rows.numel():
-                yield buffer.offset + shard.piece.start * row_bytes, rows
+                yield buffer.offset + piece.start * row_bytes, rows
+
+    def _published(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        if self._base is None:
+            yield from ((shard.piece, shard.local) for shard in self.shards)
+            return
+        base, block = self._base
+        merge = base.merger({shard.name: shard.parameter for shard in self.shards})
+        for piece in block.pieces:
+            yield piece, merge(piece.name, piece.start, piece.rows)
 
     def gradients(self) -> list[torch.Tensor]:
         """Takes this rank's gradients off the parameters; unused parameters give zeros."""

@@ -18,6 +18,7 @@ from flexmarl.trainer.rank.failures import agree, told_apart
 from flexmarl.trainer.rank.frozen import FrozenWeights
 from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
 from flexmarl.trainer.rank.initial import initial_weights
+from flexmarl.trainer.rank.lora import first_adapter
 from flexmarl.trainer.rank.losses.choose import choose
 from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
 from flexmarl.trainer.rank.modules import Modules
@@ -111,6 +112,7 @@ class RankWorker:
         seconds[part] = time.perf_counter() - now
         return rank_pb2.RankBound(
             parameters=resident.parameters,
+            published=() if resident.model.base is None else resident.published,
             state_bytes=self._trained.state.size_bytes(),
             seconds=seconds,
             kept=kept_states(self._memory),
@@ -217,12 +219,13 @@ class RankWorker:
                 command.model_path,
                 config.model.init,
                 config.trainer.compute_dtype,
+                config.lora,
                 seed,
                 bound.rank,
                 len(bound.members),
             )
             reference = self._references.get(
-                key, lambda: Reference(bound.state, _first_weights(command, config, seed=seed))
+                key, lambda: Reference(bound.state, _first_of(bound, seed=seed))
             )
         return Learner(
             config=config,
@@ -270,7 +273,7 @@ class RankWorker:
     def _fill(self, bound: Trained, command: rank_pb2.RankBind) -> None:
         state = bound.state
         if command.WhichOneof("source") == "initial":
-            state.set_initial(_first_weights(command, bound.config, seed=command.initial.seed))
+            state.set_initial(_first_of(bound, seed=command.initial.seed))
             return
         segments = {segment.kind: segment for segment in command.saved.segments}
         block = bound.resident.block
@@ -346,6 +349,14 @@ def _first_weights(
     command: rank_pb2.RankBind, config: PolicyConfig, *, seed: int
 ) -> Iterable[tuple[str, torch.Tensor]]:
     return initial_weights(Path(command.model_path), init=config.model.init, seed=seed)
+
+
+def _first_of(bound: Trained, *, seed: int) -> Iterable[tuple[str, torch.Tensor]]:
+    """The first values of what is trained: the weights, or an adapter."""
+    if bound.config.lora is None:
+        return _first_weights(bound.command, bound.config, seed=seed)
+    shapes = ((shard.name, torch.Size(shard.shape)) for shard in bound.state.shards)
+    return first_adapter(shapes, seed=seed)
 
 
 def _hash(weights: rank_pb2.MappedSegment, seconds: dict[str, float]) -> str:

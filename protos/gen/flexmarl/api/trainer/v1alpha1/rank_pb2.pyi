@@ -278,7 +278,9 @@ class RankBind(_message.Message):
 
     @_builtins.property
     def reference(self) -> Global___RankInitial:
-        """How the first weights are made; set when a divergence is measured from them."""
+        """How the first weights are made; set when a divergence is measured from them, or an adapter lies
+        on them.
+        """
 
     def __init__(
         self,
@@ -390,6 +392,7 @@ class RankBound(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    PUBLISHED_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """Bytes that the policy's state takes on this worker."""
     @_builtins.property
@@ -404,6 +407,10 @@ class RankBound(_message.Message):
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
         """State that the worker keeps beside it."""
 
+    @_builtins.property
+    def published(self) -> _containers.RepeatedCompositeFieldContainer[_meg_store_pb2.NamedBuffer]:
+        """Weights that engines load, as full tensors in the master dtype; empty when they are the parameters."""
+
     def __init__(
         self,
         *,
@@ -411,10 +418,11 @@ class RankBound(_message.Message):
         state_bytes: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         kept: _abc.Iterable[Global___KeptState] | None = ...,
+        published: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "parameters", b"parameters", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
