@@ -76,7 +76,6 @@ class _PlainLoop:
         self._model = AutoModelForCausalLM.from_pretrained(
             MODEL, dtype=torch.float32, local_files_only=True
         )
-        self._model.eval()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self.spent = 0.0
 

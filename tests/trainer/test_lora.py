@@ -22,7 +22,7 @@ TARGETS = ["q_proj", "down_proj"]
 
 
 def adapted(model: Path, **sections: Any) -> Any:
-    lora = {"rank": 3, "alpha": 16.0, "targets": TARGETS}
+    lora = {"rank": 3, "alpha": 16, "targets": TARGETS}
     return policy_config(model, lora=lora, optimizer={"lr": 0.05}, **sections)
 
 

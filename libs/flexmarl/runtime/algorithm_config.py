@@ -219,7 +219,7 @@ class LoraConfig(_Section):
 
     rank: Annotated[int, Field(ge=1)] = 8
     """Rank of each update."""
-    alpha: Annotated[float, Field(gt=0)] = 16.0
+    alpha: Annotated[int, Field(ge=1)] = 16
     """Scale: the update is alpha / rank times the product of the two factors."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear layers that get one, by the last part of their name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ def initial_weights(
     else:
         load_config(model_path)
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 model_path,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -51,6 +52,7 @@ def initial_weights(
                 'folder with model.safetensors, or init = "random"',
                 {"model": str(model_path)},
             ) from error
+        model, found = loaded
         _check_whole(model_path, found["missing_keys"])
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
