@@ -51,6 +51,18 @@ def with_(path: str, value: object) -> dict:
         ("agents.a.structured", {"regex": "a", "choices": ["b"]}, "exactly one"),
         ("policies.p.trainer", {"world_size": 2}, r"exceeds trainer\.slots = 1"),
         ("name", "a/b", "letters, digits"),
+        ("policies.p", {"kind": "frozen", "model": {"path": "m"}, "lora": {}}, "frozen policy"),
+        ("policies.p.loss", {"kind": "nonsense"}, "not one of ppo_clip, dual_clip, gspo, cispo"),
+        ("policies.p.loss", {"aggregation": "dr_grpo"}, "response_limit: .* divides by it"),
+        (
+            "policies.p.loss",
+            {"old": "behaviour", "correction_cap": 2},
+            "correction_cap: .* already",
+        ),
+        ("policies.p.optimizer", {"schedule": "cosine"}, "total_updates = 0"),
+        ("advantage", {"estimator": "ppo"}, "there are: grpo, dr_grpo"),
+        ("advantage", {"estimator": "rloo", "normalize_std": True}, "rloo never divides"),
+        ("advantage.overlong", {"max_tokens": 5, "buffer_tokens": 9}, "buffer_tokens exceeds"),
         ("nonsense", 1, "nonsense"),
     ],
 )

@@ -15,7 +15,7 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import PolicyConfig
-from flexmarl.trainer.state_layout import full_tensors, segment_specs
+from flexmarl.trainer.state_layout import MOMENTS, full_tensors, segment_specs
 from flexmarl.trainer.workers import Worker
 
 TINY = {
@@ -164,6 +164,7 @@ class Policy:
                 self.published if kind == "weights" else self.parameters,
                 weights_dtype=self.config.rollout.dtype,
                 world_size=len(self.members),
+                moments=MOMENTS[self.config.optimizer.kind],
             )
         )
         self.ranks.files += 1

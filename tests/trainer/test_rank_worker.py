@@ -195,6 +195,35 @@ async def test_updates_go_on_after_a_resume_as_if_nothing_had_been(
     assert np.array_equal(*ends)
 
 
+@MEMBERS
+async def test_lion_steps_by_signs_and_keeps_one_moment(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    pytest.importorskip("lion_pytorch", reason="Lion needs lion-pytorch, of the extra 'trainer'")
+    optimizer = {
+        "kind": "lion", "lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "decay": "all",
+    }  # fmt: skip
+    config = policy_config(tiny_model, optimizer=optimizer, trainer={"compute_dtype": "float64"})
+    policy = Policy(ranks, config, tiny_model, members)
+    await policy.bind()
+    held = await policy.export("master", "moments")
+    assert len(read(held["moments"])) == len(read(held["master"]))
+    for update in range(2):
+        before, moments = read(held["master"]), read(held["moments"])
+        await policy.bind(saved(held["master"], held["moments"]))
+        await policy.add(make_rows(8, seed=update))
+        gradients = read((await policy.export("gradients"))["gradients"])
+        held, _ = await policy.apply(1e6, num_updates=update)  # too small to be clipped
+        after, moved = read(held["master"]), read(held["moments"])
+        for name, start in before.items():  # arXiv 2302.06675, algorithm 2
+            gradient, moment = gradients[name] / 1e6, moments["exp_avg." + name]
+            step = np.sign(0.9 * moment + 0.1 * gradient) + 0.1 * start
+            expected = start - 0.01 * step
+            assert np.allclose(after[name], expected, rtol=1e-9, atol=1e-12), name
+            mixed = 0.99 * moment + 0.01 * gradient
+            assert np.allclose(moved["exp_avg." + name], mixed, rtol=1e-9, atol=1e-18), name
+
+
 async def test_norms_and_biases_do_not_decay_unless_told_to(ranks: Ranks, tiny_model: Path) -> None:
     moved = {}
     for decay in ("matrices", "all"):

@@ -100,14 +100,16 @@ class ScheduleConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """AdamW (arXiv 1711.05101), its groups, and the schedule of its learning rate."""
+    """The optimizer, its groups, and the schedule of its learning rate."""
 
+    kind: Literal["adamw", "lion"] = "adamw"
+    """AdamW (arXiv 1711.05101), or Lion (arXiv 2302.06675) with one moment instead of two."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up; Lion wants about a tenth of AdamW's."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the moments."""
+    """Decay of the moments; Lion's paper uses 0.9 and 0.99."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     decay: Literal["matrices", "all"] = "matrices"

@@ -299,6 +299,8 @@ class PolicyConfig(_Section):
                 'rollout.engine = "external" serves what it has and takes no weights; '
                 'use kind = "frozen"'
             )
+        if self.kind == "frozen" and self.lora is not None:
+            raise ValueError("lora: a frozen policy trains nothing; remove one of them")
         if self.kind == "trained" and self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature = 0 (greedy) cannot be trained on; use a value above 0"

@@ -49,15 +49,23 @@ class StateSegments:
         names: Keys.
         tier: "memory" or "disk".
         weights_dtype: Dtype that engines load.
+        moments: Prefixes of the optimizer's moments.
     """
 
     def __init__(
-        self, store: StoreClient, names: SegmentNames, *, tier: str, weights_dtype: str
+        self,
+        store: StoreClient,
+        names: SegmentNames,
+        *,
+        tier: str,
+        weights_dtype: str,
+        moments: tuple[str, ...],
     ) -> None:
         self._store = store
         self._names = names
         self._tier = _TIERS[tier]
         self._weights_dtype = weights_dtype
+        self._moments = moments
 
     @asynccontextmanager
     async def opened(
@@ -106,6 +114,7 @@ class StateSegments:
                         published if kind == "weights" else parameters,
                         weights_dtype=self._weights_dtype,
                         world_size=world_size,
+                        moments=self._moments,
                     ),
                     key=self._names.key(kind, version=version, number=number),
                 )

@@ -21,8 +21,14 @@ from flexmarl.core.arena import ALIGNMENT, aligned
 DTYPE_NAMES: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
 """Spelling of segments by that of a run's config."""
 
-MOMENTS: Final = ("exp_avg.", "exp_avg_sq.")
-"""Prefixes of AdamW's moments in a moments segment."""
+EXP_AVG: Final = "exp_avg."
+EXP_AVG_SQ: Final = "exp_avg_sq."
+
+MOMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "adamw": (EXP_AVG, EXP_AVG_SQ),
+    "lion": (EXP_AVG,),
+}
+"""Prefixes of an optimizer's moments in a moments segment, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +66,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """All that one rank has of one value per parameter: weights, one moment, or gradients."""
+    """All that one rank has of one value per parameter: weights, one moment, or gradients.
+
+    `moments` are the prefixes of its optimizer's.
+    """
 
     pieces: tuple[Piece, ...]
     size_bytes: int
+    moments: tuple[str, ...] = MOMENTS["adamw"]
 
     @property
     def padded_bytes(self) -> int:
@@ -73,7 +83,11 @@ class Block:
 
 
 def block_of(
-    parameters: Sequence[meg_store_pb2.NamedBuffer], *, rank: int, world_size: int
+    parameters: Sequence[meg_store_pb2.NamedBuffer],
+    *,
+    rank: int,
+    world_size: int,
+    moments: tuple[str, ...] = MOMENTS["adamw"],
 ) -> Block:
     """Returns what a rank has of full parameters."""
     pieces = []
@@ -92,7 +106,7 @@ def block_of(
         )
         pieces.append(piece)
         offset += aligned(piece.size_bytes)
-    return Block(tuple(pieces), offset)
+    return Block(tuple(pieces), offset, moments)
 
 
 def segment_specs(
@@ -101,6 +115,7 @@ def segment_specs(
     *,
     weights_dtype: str,
     world_size: int,
+    moments: tuple[str, ...] = MOMENTS["adamw"],
 ) -> list[BufferSpec]:
     """Returns the buffers of one kind of state: "weights", "master", "moments" or "gradients".
 
@@ -109,6 +124,7 @@ def segment_specs(
         parameters: Full parameters in the master dtype.
         weights_dtype: Dtype that engines load, as in the run's config.
         world_size: Ranks that write it.
+        moments: Prefixes of the optimizer's moments.
     """
     if kind == "weights":
         dtype = DTYPE_NAMES[weights_dtype]
@@ -120,14 +136,14 @@ def segment_specs(
             (piece.rows, *piece.shape[1:]),
         )
         for rank in range(world_size)
-        for prefix in prefixes_of(kind)
+        for prefix in prefixes_of(kind, moments)
         for piece in block_of(parameters, rank=rank, world_size=world_size).pieces
     ]
 
 
-def prefixes_of(kind: str) -> tuple[str, ...]:
+def prefixes_of(kind: str, moments: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the prefixes of names, one per value that a parameter has in this kind of state."""
-    return MOMENTS if kind == "moments" else ("",)
+    return moments if kind == "moments" else ("",)
 
 
 def piece_name(name: str, *, rank: int, world_size: int) -> str:
@@ -171,7 +187,7 @@ def plan_copies(
         ValueError: The segment is of another model; names the tensor.
     """
     stored = full_tensors(buffers)
-    prefixes = prefixes_of(kind)
+    prefixes = prefixes_of(kind, block.moments)
     copies: list[Copy] = []
     for number, prefix in enumerate(prefixes):
         for piece in block.pieces:

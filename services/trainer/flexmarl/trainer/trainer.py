@@ -27,6 +27,7 @@ from flexmarl.trainer.config import TrainerConfig
 from flexmarl.trainer.pool import WorkerPool
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import SegmentNames, StateSegments
+from flexmarl.trainer.state_layout import MOMENTS
 
 _log = get_logger(__name__)
 
@@ -228,6 +229,7 @@ class Trainer:
             SegmentNames(run_id=run.run_id, policy=policy, term=term),
             tier=config.trainer.tier,
             weights_dtype=config.rollout.dtype,
+            moments=MOMENTS[config.optimizer.kind],
         )
 
     def _parts(self, run: OpenRun, claim: Claim) -> BindingParts:

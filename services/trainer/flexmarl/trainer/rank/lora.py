@@ -83,6 +83,7 @@ def add_adapter(
         DomainError: NOT_BUILT without the library; MODEL_INVALID when no layer has a target's name.
     """
     _check_targets(lm, config)
+    master_dtype = next(lm.parameters()).dtype
     try:
         import peft
     except ImportError as error:
@@ -96,6 +97,9 @@ def add_adapter(
         lm,
         low_cpu_mem_usage=True,  # parameters stay on "meta" until they are given a place
     )
+    for name, parameter in lm.named_parameters():
+        if name.endswith((_A, _B)):  # the library makes them float32, whatever the model is
+            parameter.data = parameter.data.to(master_dtype)
     by_name = {name: weight.to(device, compute_dtype) for name, weight in weights}
     _freeze(lm, by_name)
     return Base(weights=by_name, scale=config.alpha / config.rank)

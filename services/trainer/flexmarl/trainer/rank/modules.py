@@ -15,7 +15,7 @@ from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.model import build_sharded
 from flexmarl.trainer.rank.residence import ModuleKey, Resident, Residents
 from flexmarl.trainer.rank.shards import describe, describe_base
-from flexmarl.trainer.state_layout import block_of
+from flexmarl.trainer.state_layout import MOMENTS, block_of
 
 
 class Modules:
@@ -46,6 +46,7 @@ class Modules:
             architecture=architecture,
             compute_dtype=config.trainer.compute_dtype,
             checkpointing=config.trainer.gradient_checkpointing,
+            optimizer=config.optimizer.kind,
             adapter=_adapter_of(command, config),
             group=group_key,
         )
@@ -91,7 +92,12 @@ class Modules:
             group=group,
             parameters=parameters,
             published=published,
-            block=block_of(parameters, rank=rank, world_size=world_size),
+            block=block_of(
+                parameters,
+                rank=rank,
+                world_size=world_size,
+                moments=MOMENTS[config.optimizer.kind],
+            ),
             published_block=block_of(published, rank=rank, world_size=world_size),
         )
 

@@ -1,4 +1,4 @@
-"""The one step of a batch: scale once, clip by the policy's own norm, AdamW."""
+"""The one step of a batch: scale once, clip by the policy's own norm, step the optimizer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.adamw import adamw
 
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.algorithm_config import OptimizerConfig
 from flexmarl.trainer.rank.shards import ShardedState
+from flexmarl.trainer.state_layout import EXP_AVG, EXP_AVG_SQ
 
 
 def global_norm(
@@ -38,10 +41,13 @@ def step(
     """Turns the sum into one step and empties it.
 
     The step's number is the policy's own count of updates, so moments need no counter of their own.
-    It treats every element alone: a shard's step is that of the whole.
+    Both optimizers treat every element alone: a shard's step is that of the whole.
 
     Returns:
         Gradient norm before clipping, the factor of the clip, and the learning rate.
+
+    Raises:
+        DomainError: NOT_BUILT when the optimizer's library is missing.
     """
     total = state.total
     assert total is not None, "a step needs a sum"
@@ -52,7 +58,10 @@ def step(
         torch._foreach_mul_(total, clip)
     rate = config.rate().at(num_updates)
     for decay, indexes in _groups(state, config):
-        _adamw(state, total, indexes, config, rate=rate, decay=decay, num_updates=num_updates)
+        if config.kind == "adamw":
+            _adamw(state, total, indexes, config, rate=rate, decay=decay, num_updates=num_updates)
+        else:
+            _lion(state, total, indexes, config, rate=rate, decay=decay)
     state.total = None
     return {"grad_norm": norm, "clip_factor": clip, "lr": rate}
 
@@ -81,8 +90,8 @@ def _adamw(
     adamw(
         [state.shards[index].local for index in indexes],
         [total[index] for index in indexes],
-        [state.exp_avg[index] for index in indexes],
-        [state.exp_avg_sq[index] for index in indexes],
+        [state.moments[EXP_AVG][index] for index in indexes],
+        [state.moments[EXP_AVG_SQ][index] for index in indexes],
         [],
         [torch.tensor(float(num_updates), device=device) for _ in indexes],
         fused=True,  # one pass without temporaries the size of the model
@@ -94,3 +103,27 @@ def _adamw(
         eps=config.eps,
         maximize=False,
     )
+
+
+def _lion(
+    state: ShardedState,
+    total: Sequence[torch.Tensor],
+    indexes: Sequence[int],
+    config: OptimizerConfig,
+    *,
+    rate: float,
+    decay: float,
+) -> None:
+    try:
+        from lion_pytorch import Lion
+    except ImportError as error:
+        raise DomainError(
+            ErrorReason.NOT_BUILT,
+            "optimizer.kind = \"lion\" needs lion-pytorch: pip install 'flexmarl[trainer]'",
+        ) from error
+    parameters = [nn.Parameter(state.shards[index].local) for index in indexes]
+    optimizer = Lion(parameters, lr=rate, betas=config.betas, weight_decay=decay)
+    for parameter, index in zip(parameters, indexes, strict=True):
+        parameter.grad = total[index]
+        optimizer.state[parameter]["exp_avg"] = state.moments[EXP_AVG][index]
+    optimizer.step()

@@ -11,7 +11,7 @@ from flexmarl.core.errors import DomainError
 from flexmarl.trainer.rank.memory import DeviceMemory, StateKey
 from flexmarl.trainer.rank.shards import state_bytes
 from flexmarl.trainer.rank.state_files import StateFiles
-from flexmarl.trainer.state_layout import Block, block_of, full_tensors
+from flexmarl.trainer.state_layout import EXP_AVG, EXP_AVG_SQ, Block, block_of, full_tensors
 
 
 class Prefetcher:
@@ -51,7 +51,7 @@ class Prefetcher:
         if key in self._memory.kept:
             return 0
         segments = {segment.kind: segment for segment in command.segments}
-        block = _block(segments["master"], command)
+        block = _block(segments["master"], segments["moments"], command)
         room = self._memory.take(state_bytes(block), grow=False)
         if room is None:
             return 0
@@ -74,7 +74,9 @@ def kept_states(memory: DeviceMemory) -> list[rank_pb2.KeptState]:
     ]
 
 
-def _block(master: rank_pb2.MappedSegment, command: rank_pb2.RankPrefetch) -> Block:
+def _block(
+    master: rank_pb2.MappedSegment, moments: rank_pb2.MappedSegment, command: rank_pb2.RankPrefetch
+) -> Block:
     """What the rank will have of the model whose state this is."""
     parameters = [
         meg_store_pb2.NamedBuffer(
@@ -84,4 +86,10 @@ def _block(master: rank_pb2.MappedSegment, command: rank_pb2.RankPrefetch) -> Bl
         )
         for name, parts in full_tensors(master.buffers).items()
     ]
-    return block_of(parameters, rank=command.rank, world_size=len(command.state.members))
+    has_second = any(buffer.name.startswith(EXP_AVG_SQ) for buffer in moments.buffers)
+    return block_of(
+        parameters,
+        rank=command.rank,
+        world_size=len(command.state.members),
+        moments=(EXP_AVG, EXP_AVG_SQ) if has_second else (EXP_AVG,),
+    )

@@ -29,6 +29,7 @@ class ModuleKey:
     architecture: str
     compute_dtype: str
     checkpointing: bool
+    optimizer: str
     adapter: str
     group: GroupKey
 

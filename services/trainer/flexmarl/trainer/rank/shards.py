@@ -2,7 +2,7 @@
 
 All of it lies in one region of the worker's memory, one block per value that a parameter has:
 
-    [ weights | first moment | second moment | gradient sum ]
+    [ weights | first moment | second moment, if the optimizer has one | gradient sum ]
 
 A block is laid out as the rank's part of a segment (`flexmarl.trainer.state_layout`), so each kind
 of state moves in one copy, and state that another number of ranks wrote loads bit for bit.
@@ -23,7 +23,7 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.trainer.rank.lora import Base
 from flexmarl.trainer.rank.placement import Place, place
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
-from flexmarl.trainer.state_layout import MOMENTS, Block, Piece
+from flexmarl.trainer.state_layout import Block, Piece
 
 KINDS: Final = ("master", "moments", "gradients")
 """Kinds of state that lie in the region."""
@@ -89,7 +89,7 @@ def describe_base(
 
 def state_bytes(block: Block) -> int:
     """Returns the size of the region that a rank's state needs."""
-    return block.padded_bytes + (len(MOMENTS) + 1) * block.size_bytes
+    return block.padded_bytes + (len(block.moments) + 1) * block.size_bytes
 
 
 class ShardedState:
@@ -132,8 +132,9 @@ class ShardedState:
             Shard(piece=piece, parameter=parameters[prefix + piece.name], local=local)
             for piece, local in zip(block.pieces, locals_, strict=True)
         ]
-        self.exp_avg = self._views("moments", 0)
-        self.exp_avg_sq = self._views("moments", 1)
+        self.moments = {
+            prefix: self._views("moments", number) for number, prefix in enumerate(block.moments)
+        }
         self.total: list[torch.Tensor] | None = None
 
     def size_bytes(self) -> int:
@@ -224,9 +225,9 @@ class ShardedState:
             case "master":
                 return 0, 1
             case "moments":
-                return padded, len(MOMENTS)
+                return padded, len(self._block.moments)
             case "gradients":
-                return padded + len(MOMENTS) * size, 1
+                return padded + len(self._block.moments) * size, 1
             case _:
                 raise ValueError(f"unknown kind of state {kind!r}")
 

@@ -89,7 +89,7 @@ class SimulatedState:
     def _numbers(self, kind: str) -> list[float]:
         match kind:
             case "moments":
-                return [0.0] * (len(MOMENTS) * _NUMBERS)
+                return [0.0] * (len(MOMENTS["adamw"]) * _NUMBERS)
             case "gradients":
                 assert self.total is not None, "an empty sum has nothing to copy"
                 return [self.total] * _NUMBERS
