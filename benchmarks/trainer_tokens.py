@@ -12,6 +12,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report
@@ -33,11 +34,27 @@ WORK = Work(
 )
 
 
+SMALL = replace(
+    WORK,
+    policy={**WORK.policy, "trainer": {"max_tokens_per_pass": 512}},
+    rows=8,
+    micro_batches=1,
+)
+
+
 def run(report: Report) -> None:
-    """Measures one version of 64 rows."""
+    """Measures one version of 64 rows, and the memory that one of 8 rows takes."""
     if not MODEL.is_dir():
         report.note(f"trainer.tokens_vs_plain_loop: {MODEL} is not there; see docs/gsm8k.md")
         return
+    peak = asyncio.run(_peak_bytes())
+    report.figure(
+        "trainer.micro_batch_8x256_gib",
+        peak / (1 << 30),
+        "GiB",
+        against="largest resident size of the rank's process, first bind and update included",
+        bound="<= 4",
+    )
     ours_s, plain_s = asyncio.run(_measure())
     tokens = WORK.rows * (WORK.prompt + WORK.response)
     report.figure(
@@ -62,6 +79,22 @@ async def _measure() -> tuple[float, float]:
             # In turns: the loop's part comes right before ours, on the same machine.
             seconds = await team.version(0, lambda: parts.pop(0)())
     return seconds["gradients"] + seconds["apply"], loop.spent
+
+
+async def _peak_bytes() -> int:
+    with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
+        async with services(Path(scratch), "threads_per_rank=1") as (store, trainer):
+            team = Team(store, trainer, SMALL)
+            await team.open()
+            await team.version(0)
+            (slot,) = (await trainer.get_status()).slots
+            return _largest_size(slot.pid)
+
+
+def _largest_size(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 class _PlainLoop:
