@@ -38,6 +38,8 @@ class WorkflowConfig(_Section):
     """Tools by name, each "module:function"."""
     sample_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest run of one sample; then it fails."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time that user code may hold its worker without await; then the sample fails."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Longest run of the reward function on one sample; then the sample fails."""
     reward_workers: Annotated[int, Field(ge=1, le=64)] = 1

@@ -87,7 +87,7 @@ class Worker:
         workflow = user.config.workflow
         self._watchdog = Watchdog(
             report=report,
-            step_timeout_s=workflow.sample_timeout_s,
+            step_timeout_s=workflow.step_timeout_s,
             memory_bytes=workflow.worker_memory_mib << 20,
         )
         self._watchdog.start(asyncio.get_running_loop())

@@ -72,7 +72,8 @@ class Watchdog:
         if now - self._beat > self._step_timeout_s + _TICK_S:
             self.end(
                 self._stuck_sample(),
-                f"the workflow held its worker for {self._step_timeout_s:g} s without await",
+                "the workflow held its worker without await for longer than "
+                f"step_timeout_s = {self._step_timeout_s:g}",
                 reason=ErrorReason.WORKFLOW_RAISED,
             )
 
