@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import trainer_swaps
 from benchmarks.report import Report
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun, VertexRef
@@ -55,7 +56,7 @@ MODEL = Path(__file__).parents[1] / "examples/quickstart/model"
 
 
 def run(report: Report) -> None:
-    """Measures operations at 256 rows per micro-batch, and the rate against a plain loop."""
+    """Measures operations at 256 rows, the rate against a plain loop, and swaps."""
     measured, plain_s = asyncio.run(_measure())
     for name, bound in (("bind", "<= 15"), ("gradients", "<= 45"), ("apply", "<= 25")):
         value = statistics.median(measured[name]) * 1000
@@ -72,6 +73,7 @@ def run(report: Report) -> None:
         against=f"plain loop in one process, {tokens / plain:,.0f}/s",
         ratio=plain / update_s,
     )
+    trainer_swaps.run(report)
 
 
 async def _measure() -> tuple[dict[str, list[float]], list[float]]:

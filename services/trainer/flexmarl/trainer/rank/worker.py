@@ -12,6 +12,7 @@ import torch
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.segments import hash_file
+from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.failures import agree, told_apart
@@ -251,6 +252,9 @@ class RankWorker:
             saved = command.saved
             key = StateKey(master=saved.master_key, moments=saved.moments_key, members=members)
             room = self._memory.find(key)
+            if room is not None and room.region.size_bytes != aligned(state_bytes(resident.block)):
+                self._memory.leave(room, key)  # another model's, under a name that is not its own
+                room = None
         if room is None:
             key = None
             generation = self._memory.generation

@@ -1,0 +1,169 @@
+"""Memory of a worker: nothing in use after suspension, content found again, groups destroyed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, saved, write_model
+
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+MIB = 1 << 20
+
+
+def unloaded(*segments: rank_pb2.MappedSegment) -> rank_pb2.RankSaved:
+    """Saved state by name alone: it can only be bound where it still lies."""
+    named = saved(*segments)
+    del named.segments[:]
+    return named
+
+
+@pytest.mark.parametrize("cycles", [20, pytest.param(200, marks=pytest.mark.long)])
+async def test_memory_returns_to_its_baseline_after_every_suspension(
+    ranks: Ranks, tmp_path: Path, cycles: int
+) -> None:
+    model = write_model(tmp_path / "m", vocab_size=20_000)  # 10 MiB of state: a leak is seen
+    policies = [Policy(ranks, policy_config(model), model, [0, 1], seed=seed) for seed in (1, 2)]
+    states = []
+    for policy in policies:
+        await policy.bind()
+        states.append(await policy.export("master", "moments"))
+        await policy.unbind()
+
+    async def cycle() -> None:
+        for policy, state in zip(policies, states, strict=True):
+            await policy.bind(saved(*state.values()))
+            await policy.add(make_rows(3))
+            left = await policy.unbind()
+            assert [item.used_bytes for item in left] == [0, 0]
+
+    processes = [psutil.Process(ranks.workers[member].pid) for member in (0, 1)]
+    for _ in range(3):
+        await cycle()
+    before = [process.memory_info().rss for process in processes]
+    for _ in range(cycles):
+        await cycle()
+    after = [process.memory_info().rss for process in processes]
+    grown = [(b - a) / MIB for a, b in zip(before, after, strict=True)]
+    assert max(grown) < 24, grown
+
+
+async def test_state_that_nobody_displaced_is_bound_again_without_loading(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    policies = [
+        Policy(ranks, policy_config(tiny_model), tiny_model, [0], seed=seed) for seed in (1, 2)
+    ]
+    states = []
+    for policy in policies:
+        await policy.bind()
+        states.append(await policy.export("master", "moments"))
+        (left,) = await policy.unbind()
+    assert [item.master_key for item in left.kept][-2:] == [s["master"].key for s in states]
+    for policy, state in zip(policies, states, strict=True):
+        await policy.bind(unloaded(*state.values()))
+        again = await policy.export("master", "moments")
+        for kind, segment in state.items():
+            assert np.array_equal(flat(again[kind]), flat(segment))
+        await policy.unbind()
+    # Changed weights have no name until they are saved: they are not found under the old one.
+    await policies[0].bind(saved(*states[0].values()))
+    await policies[0].add(make_rows(3))
+    await policies[0].apply(3.0)
+    await policies[0].unbind()
+    with pytest.raises(DomainError) as caught:
+        await policies[0].bind(unloaded(*states[0].values()))
+    assert caught.value.reason is ErrorReason.STATE_TRANSITION_REFUSED
+
+
+async def test_the_next_policys_state_is_loaded_while_the_present_one_computes(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    present, following = (
+        Policy(ranks, policy_config(tiny_model), tiny_model, [0], seed=seed) for seed in (1, 2)
+    )
+    await following.bind()
+    state = await following.export("master", "moments")
+    await following.unbind()
+    renamed = {  # under another name, so that it is not found where it lies
+        kind: rank_pb2.MappedSegment(
+            kind=kind, key=f"{segment.key}-again", path=segment.path, buffers=segment.buffers
+        )
+        for kind, segment in state.items()
+    }
+    await present.bind()
+    computing = asyncio.ensure_future(present.add(make_rows(4000, longest=20), "long"))
+    await asyncio.sleep(0.05)
+    prefetch = rank_pb2.RankPrefetch(
+        rank=0,
+        state=rank_pb2.KeptState(
+            master_key=renamed["master"].key, moments_key=renamed["moments"].key, members=[0]
+        ),
+        segments=list(renamed.values()),
+    )
+    (reply,) = await ranks.call([0], prefetch=prefetch)
+    assert not computing.done(), "loading waited for the computation"
+    assert reply.prefetched.loaded_bytes > 0
+    (again,) = await ranks.call([0], prefetch=prefetch)
+    assert again.prefetched.loaded_bytes == 0
+    assert (await computing)[0].finite
+    await following.bind(unloaded(*renamed.values()))
+    assert np.array_equal(flat((await following.export("master"))["master"]), flat(state["master"]))
+
+
+async def test_state_of_another_model_is_refused_and_nothing_stays_bound(
+    ranks: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", vocab_size=9)
+    stranger = Policy(ranks, policy_config(other), other, [0])
+    await stranger.bind()
+    state = await stranger.export("master", "moments")
+    await stranger.unbind()
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0])
+    with pytest.raises(DomainError, match=r"another model: .*embed_tokens") as caught:
+        await policy.bind(saved(*state.values()))
+    assert caught.value.reason is ErrorReason.CONTENT_MISMATCH
+    assert (await policy.unbind())[0].used_bytes == 0
+    await policy.bind()
+
+
+async def test_a_full_tier_at_a_save_leaves_the_sum_on_all_ranks(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0, 1])
+    await policy.bind()
+    await policy.add(make_rows(6))
+    before = flat((await policy.export("gradients"))["gradients"])
+    full = policy.segment("gradients")
+    full.path = "/dev/full"
+    with pytest.raises(DomainError, match=r"no room|another rank") as caught:
+        await ranks.call([0, 1], export=rank_pb2.RankExport(targets=[full]))
+    assert caught.value.reason is ErrorReason.DISK_FULL
+    assert np.array_equal(flat((await policy.export("gradients"))["gradients"]), before)
+
+
+async def test_groups_are_destroyed_beyond_the_bound_and_when_a_member_is_gone(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0, 1])
+    process = psutil.Process(ranks.workers[0].pid)
+    counts = []
+    for number in range(12):
+        await replace(policy, prefix=f"bound{number}").bind()
+        counts.append((process.num_fds(), process.num_threads()))
+    assert max(counts[6:]) <= max(counts[:6]), counts
+    await ranks.call([0], forget=rank_pb2.RankForget(position=1))
+    await ranks.call([1], forget=rank_pb2.RankForget(position=0))
+    assert process.num_fds() < counts[-1][0]
+    fresh = replace(policy, prefix="fresh")
+    await fresh.bind()
+    assert (await fresh.add(make_rows(4)))[0].finite
+    await fresh.unbind()
