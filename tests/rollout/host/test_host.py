@@ -178,7 +178,7 @@ async def test_a_model_that_is_not_there_is_named(dispatcher, store, model, tmp_
         status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_DEAD)
         assert status.failure.reason == "RUN_NOT_FOUND"  # the store was asked for its archive
         plan.instances[0].model_hash = make_plan(store, model, "x").instances[0].model_hash
-        plan.instances[0].engine = "vllm"
+        plan.instances[0].engine = "unheard-of"
         dispatcher.send(plan=plan)
         await dispatcher.until(lambda: dispatcher.statuses["p-0"].failure.reason == "NOT_BUILT")
 
