@@ -7,8 +7,15 @@ from typing import Any
 from flexmarl.core.advantages import AdvantageRule
 from flexmarl.core.batch import BatchGroups, BatchRules
 from flexmarl.core.closure import ClosureRules, FailureWatch
-from flexmarl.core.ids import BatchId, SampleId
-from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, ReadRows
+from flexmarl.core.ids import BatchId, GroupId, SampleId
+from flexmarl.core.run_effects import (
+    AdmitGroups,
+    CancelSamples,
+    CloseGroup,
+    GroupSpec,
+    ReadRows,
+)
+from flexmarl.core.run_events import StoredGroup
 from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
 from flexmarl.core.training_rows import Rewards, Row, RunFailure, SampleFact
 
@@ -18,10 +25,10 @@ RAISED = RunFailure(reason="WORKFLOW_RAISED", message="ValueError: no")
 PLAIN = AdvantageRule(normalize_std=False)
 
 
-def batch(
+def new_batch(
     num_groups: int = 1, samples: int = 2, advantage: AdvantageRule = PLAIN, **closure: Any
 ) -> BatchGroups:
-    groups = BatchGroups(
+    return BatchGroups(
         BatchId(0),
         BatchRules(
             num_groups=num_groups,
@@ -32,6 +39,10 @@ def batch(
         query_at=lambda ordinal: 100 + ordinal,
         watch=FailureWatch(99),
     )
+
+
+def batch(num_groups: int = 1, samples: int = 2, **closure: Any) -> BatchGroups:
+    groups = new_batch(num_groups, samples, **closure)
     (admit,) = groups.due()
     assert isinstance(admit, AdmitGroups)
     groups.admitted(admit.groups)
@@ -276,3 +287,42 @@ def test_redundant_samples_are_started_and_cut_and_their_rows_are_void() -> None
     }
     assert groups.closed(close)
     assert groups.leftover_reason(row(cut)) is VoidReason.REDUNDANT
+
+
+def stored(*specs: GroupSpec, **more: Any) -> list[StoredGroup]:
+    return [StoredGroup(spec=spec, status=GroupStatus.OPEN, **more) for spec in specs]
+
+
+def spec(ordinal: int, **more: Any) -> GroupSpec:
+    values = {"query_index": 100 + ordinal, **more}
+    return GroupSpec(group_id=str(GroupId(BatchId(0), ordinal)), ordinal=ordinal, **values)
+
+
+def test_groups_of_an_admission_that_a_crash_cut_are_admitted_again() -> None:
+    groups = new_batch(4, replace_max=4)
+    dropped = StoredGroup(spec=spec(0), status=GroupStatus.DROPPED)
+    groups.restore([dropped, *stored(spec(2), spec(5, replaces="somebody"))], [])
+    (admit,) = [effect for effect in groups.due() if isinstance(effect, AdmitGroups)]
+    assert admit.groups == (spec(1), spec(3), spec(4, replaces=spec(0).group_id))
+    assert groups.num_admitted == 6
+    assert not [effect for effect in groups.due() if isinstance(effect, AdmitGroups)]
+
+
+def test_the_query_of_a_lost_group_comes_again_and_takes_no_other() -> None:
+    groups = new_batch(3, replace_max=0)
+    lost = StoredGroup(spec=spec(1), status=GroupStatus.DROPPED, lost=True)
+    groups.restore([lost, *stored(spec(0), spec(2))], [])
+    (admit,) = [effect for effect in groups.due() if isinstance(effect, AdmitGroups)]
+    again = spec(3, query_index=101, replaces=spec(1).group_id, repeats=True)
+    assert admit.groups == (again,)
+    assert groups.num_admitted == 3
+    groups.admitted(admit.groups)
+    taken_up = new_batch(3, replace_max=1)
+    taken_up.restore([lost, *stored(spec(0), spec(2), again)], [])
+    assert not [effect for effect in taken_up.due() if isinstance(effect, AdmitGroups)]
+    # The next query is the one after the last that was taken.
+    late = StoredGroup(spec=spec(2), status=GroupStatus.DROPPED)
+    taken_up = new_batch(3, replace_max=1)
+    taken_up.restore([lost, late, *stored(spec(0), again)], [])
+    (admit,) = [effect for effect in taken_up.due() if isinstance(effect, AdmitGroups)]
+    assert admit.groups == (spec(4, query_index=103, replaces=spec(2).group_id),)

@@ -11,7 +11,10 @@ SERVICES = {
     "trainer": "TrainerService",
 }
 # Server streams that end by themselves.
-FINITE = {"/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetObject"}
+FINITE = {
+    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetObject",
+    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReadSegment",
+}
 
 
 def methods():

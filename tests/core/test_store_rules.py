@@ -106,11 +106,12 @@ class TestAccount:
 
 
 class TestRetention:
-    def keep(self, manifests, saved, retain=2):
+    def keep(self, manifests, saved, retain=2, **bounds):
         return retention.keep(
             manifests=manifests,
             saved=[retention.SavedSet(policy=p, version=v, keys=frozenset(k)) for p, v, k in saved],
             retain_versions=retain,
+            **bounds,
         )
 
     def test_newest_manifests_and_newest_records_stay(self):
@@ -120,6 +121,24 @@ class TestRetention:
         )
         assert kept.keys == {"w2", "w3", "g3"}
         assert kept.records == {("p", 2), ("p", 3)}
+
+    @pytest.mark.parametrize(
+        ("bounds", "kept_versions"),
+        [
+            ({}, {4, 5}),
+            ({"on_disk": 5}, {4, 5}),
+            ({"on_disk": 3}, {3, 4, 5}),
+            ({"on_disk": 4, "pinned": [2]}, {2, 3, 4, 5}),
+            ({"pinned": [5, 3]}, {3, 4, 5}),
+        ],
+    )
+    def test_nothing_is_given_up_from_the_floor_on(self, bounds, kept_versions):
+        manifests = {version: [f"w{version}"] for version in range(1, 6)}
+        saved = [("p", version, [f"w{version}", f"g{version}"]) for version in manifests]
+        kept = self.keep(manifests, saved, **bounds)
+        assert kept.floor == min(kept_versions)
+        assert kept.keys == {f"w{version}" for version in kept_versions} | {"g5"}
+        assert kept.records == {("p", version) for version in kept_versions}
 
     def test_record_beyond_the_commit_stays_with_the_set_before_it(self):
         kept = self.keep({3: ["w3"]}, [("p", 3, ["w3", "g3"]), ("p", 4, ["w4"])])

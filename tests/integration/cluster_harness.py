@@ -109,7 +109,7 @@ class Cluster:
                 continue
         return alive
 
-    def train(self, run_id: str, size: Size, out: Path) -> subprocess.Popen[str]:
+    def train(self, run_id: str, size: Size, out: Path, *more: str) -> subprocess.Popen[str]:
         """Starts a run and returns its client process."""
         return subprocess.Popen(
             [
@@ -123,6 +123,7 @@ class Cluster:
                 "--out",
                 str(out),
                 *size.overrides(),
+                *more,
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -10,21 +10,14 @@ import json
 import os
 import signal
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
-
-from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
-from flexmarl.client.store import StoreClient
-from flexmarl.core.ids import BatchId, parse_batch
+from integration.whole_run import assert_whole, num_reports
 
 SIZE = Size()
-TRAINED = ("merger", "sorter", "splitter")
 
 
 @pytest.fixture(scope="module")
@@ -164,50 +157,6 @@ async def survive(
             client.kill()
             print(client.communicate()[0])
     cluster.note_processes()
-    await assert_whole(cluster, run_id)
+    await assert_whole(cluster.address("meg_store"), run_id, SIZE)
     rows = (tmp_path / run_id / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["version"] for row in rows] == list(range(SIZE.versions))
-
-
-def num_reports(folder: Path) -> int:
-    """Versions that the run's client has written down."""
-    file = folder / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-async def assert_whole(cluster: Cluster, run_id: str) -> None:
-    """I4, I5, I7, I9 by what the store holds."""
-    async with StoreClient.connect(cluster.address("meg_store")) as store:
-        manifests = await store.list_manifests(run_id)
-        assert [m.version for m in manifests] == list(range(SIZE.versions + 1))
-        for before, after in pairwise(manifests):
-            batch = after.batch
-            assert batch.batch == before.version
-            in_ledgers = set(batch.consumed_micro_batch_ids)
-            assert len(in_ledgers) == len(batch.consumed_micro_batch_ids)
-            records = await store.list_micro_batches(run_id, batch=batch.batch)
-            consumed = Counter(
-                row.vertex_id
-                for record in records
-                if record.micro_batch_id in in_ledgers
-                for row in record.rows
-            )
-            assert set(consumed.values()) == {1}, "a row is in two committed micro-batches"
-            assert len(consumed) == SIZE.vertices
-            wanted = VertexFilter(batch=batch.batch)
-            vertices = [v async for v in store.list_vertices(run_id, wanted)]
-            current = BatchId(batch.batch, batch.batch_attempt)
-            done = [v.meta for v in vertices if v.meta.status == VERTEX_STATUS_DONE]
-            assert {v.vertex_id for v in done} == set(consumed)
-            assert {parse_batch(v.vertex_id) for v in done} == {current}
-            for v in done:
-                assert v.policy_version == batch.batch
-                assert v.weights_hash == before.policies[v.policy].weights_hash
-                assert [(r.version, r.num_tokens) for r in v.version_runs] == [
-                    (batch.batch, v.num_response_tokens)
-                ]
-            for policy in TRAINED:
-                counts = batch.policies[policy]
-                assert counts.finished == counts.consumed + sum(counts.voided.values())
-                assert counts.consumed == sum(1 for v in done if v.policy == policy)
-                assert after.policies[policy].num_updates == after.version

@@ -44,6 +44,7 @@ async def serving(
         data_dir=folder,
         shm_dir=settings.pop("shm_dir", memory_dir),
         sign_of_life_s=settings.pop("sign_of_life_s", 0.2),
+        state_to_disk_every=settings.pop("state_to_disk_every", 0),
         **settings,
     )
     opened: Backend = MemoryBackend() if backend == "memory" else RocksBackend(folder / "db")

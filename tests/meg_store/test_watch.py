@@ -49,7 +49,7 @@ async def test_kinds_are_filtered_and_the_cursor_moves_on(store):
     responses = [await anext(watch) for _ in range(2)]
     assert [e.sample.group_id for e in responses[0].events] == [a_group(0).group_id]
     assert not responses[1].events
-    assert responses[1].cursor == 12
+    assert responses[1].cursor == "12"
     await watch.aclose()
 
 
@@ -65,18 +65,32 @@ async def test_unchanged_writes_make_no_events(store):
     for _ in range(2):
         await store.write_graph(RUN, term=0, groups=[a_group()], samples=[a_sample()])
     assert len(await collect(store, 3)) == 3
-    assert (await anext(store.watch(RUN, after_cursor=3))).cursor == 3
+    assert (await anext(store.watch(RUN, after="3"))).cursor == "3"
+
+
+async def test_vertices_are_events_where_the_run_says_so(opened):
+    store = opened[0]
+    await store.create_run(a_run(run_id="quiet"))
+    with pytest.raises(FlexMarlError, match="created without vertex_events"):
+        await anext(store.watch("quiet", kinds=[pb.EVENT_KIND_VERTEX]))
+    await store.create_run(a_run(vertex_events=True))
+    await admit(store, 0, 1)
+    vertices = [a_vertex(0), a_vertex(1)]
+    await store.write_graph(RUN, term=0, vertices=vertices, samples=[a_sample()])
+    events = await collect(store, 2, kinds=[pb.EVENT_KIND_VERTEX])
+    assert [event.vertex for event in events] == [vertex.meta for vertex in vertices]
+    assert [event.kind for event in await collect(store, 5)][-1] == pb.EVENT_KIND_SAMPLE
 
 
 async def test_sign_of_life_without_events(store):
-    response = await asyncio.wait_for(anext(store.watch(RUN, after_cursor=1)), timeout=5)
+    response = await asyncio.wait_for(anext(store.watch(RUN, after="1")), timeout=5)
     assert not response.events
-    assert response.cursor == 1
+    assert response.cursor == "1"
 
 
 async def test_cursor_that_was_never_given_out_is_refused(store):
     with pytest.raises(FlexMarlError, match="CURSOR_OUT_OF_RANGE"):
-        await anext(store.watch(RUN, after_cursor=99))
+        await anext(store.watch(RUN, after="99"))
 
 
 async def test_old_events_are_forgotten_and_their_cursors_refused(tmp_path):
@@ -84,11 +98,13 @@ async def test_old_events_are_forgotten_and_their_cursors_refused(tmp_path):
         await store.create_run(a_run())
         for first in range(0, 3000, 500):
             await admit(store, first, 500)
-        with pytest.raises(FlexMarlError, match="CURSOR_OUT_OF_RANGE"):
-            await anext(store.watch(RUN, after_cursor=5))
+        with pytest.raises(FlexMarlError, match="CURSOR_OUT_OF_RANGE") as refused:
+            await anext(store.watch(RUN, after="5"))
         oldest = await anext(store.watch(RUN))
+        again = await anext(store.watch(RUN, after=refused.value.metadata["restart"]))
+        assert again.events[0] == oldest.events[0]
         assert oldest.events[0].cursor > 900
-        newest = await collect(store, 3, after_cursor=2998)
+        newest = await collect(store, 3, after="2998")
         assert [e.cursor for e in newest] == [2999, 3000, 3001]
 
 

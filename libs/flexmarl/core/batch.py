@@ -91,6 +91,7 @@ class GroupState:
     rows: tuple[Row, ...] = ()
     released: int = 0
     zero_variance: bool = False
+    lost: bool = False
 
     def sample_id(self, ordinal: int) -> SampleId:
         """The newest attempt of a sample."""
@@ -156,6 +157,7 @@ class BatchGroups:
         self._admitting = False
         self._left: set[str] = set()
         self._reaching: dict[str, str] = {}
+        self._gaps: tuple[GroupSpec, ...] = ()
 
     # What is known
 
@@ -166,8 +168,8 @@ class BatchGroups:
 
     @property
     def num_admitted(self) -> int:
-        """Groups so far, replacements included: how far the cursor moves."""
-        return len(self.groups)
+        """Queries taken so far, replacements included: how far the cursor moves."""
+        return sum(not group.spec.repeats for group in self.groups.values())
 
     @property
     def num_terminal(self) -> int:
@@ -249,7 +251,8 @@ class BatchGroups:
         """Takes up what the store has of the batch."""
         for item in sorted(stored, key=lambda item: item.spec.ordinal):
             group = self._add(item.spec, GroupStage.OPEN)
-            self._replaced += bool(item.spec.replaces)
+            self._replaced += bool(item.spec.replaces) and not item.spec.repeats
+            group.lost = item.lost
             if item.status is not GroupStatus.OPEN:
                 self._end(group, item.status, released=len(item.claimable))
                 group.rows = item.rows
@@ -259,6 +262,7 @@ class BatchGroups:
             if group.stage is GroupStage.TERMINAL:
                 group.zero_variance = self._advantages(group).zero_variance
             self._due[group.spec.group_id] = None
+        self._gaps = self._find_gaps()
 
     def sample_changed(self, fact: SampleFact) -> None:
         """The store told of a sample; news of other batches or from before is left aside."""
@@ -310,11 +314,12 @@ class BatchGroups:
     def due(self) -> list[AdmitGroups | CancelSamples | ReadRows | CloseGroup]:
         """What the batch needs now, and the groups that something happened to."""
         if not self.groups:
-            count = self._rules.num_groups
-            if self._max_groups is not None:
-                count = min(count, self._max_groups)
-            return [self._admit([""] * count, "the batch begins")]
+            return [self._admit([""] * self._num_first, "the batch begins")]
         effects: list[AdmitGroups | CancelSamples | ReadRows | CloseGroup] = []
+        if self._gaps:
+            self._replaced += sum(bool(s.replaces) and not s.repeats for s in self._gaps)
+            effects.append(self._admit_specs(self._gaps, "a crash cut their admission"))
+            self._gaps = ()
         for group_id in self._due:
             group = self.groups[group_id]
             if group.stage is GroupStage.OPEN:
@@ -466,11 +471,11 @@ class BatchGroups:
         )
 
     def _lacks_replacement(self, group: GroupState) -> bool:
-        if group.status is not GroupStatus.DROPPED:
+        if not self._is_unreplaced(group):
             return False
-        if any(other.spec.replaces == group.spec.group_id for other in self.groups.values()):
-            return False
-        taken = len(self.groups) + len(self._to_replace)
+        if group.lost:
+            return True  # no fault of its own: its query comes again
+        taken = self.num_admitted + sum(not self.groups[name].lost for name in self._to_replace)
         is_left = self._max_groups is None or taken < self._max_groups
         if is_left and may_replace(replaced=self._replaced, rules=self._rules.closure):
             self._replaced += 1
@@ -484,16 +489,55 @@ class BatchGroups:
         return False
 
     def _admit(self, replaces: Sequence[str], reason: str) -> AdmitGroups:
-        first = len(self.groups)
-        specs = tuple(
-            GroupSpec(
-                group_id=str(GroupId(self.batch, ordinal)),
-                ordinal=ordinal,
-                query_index=self._query_at(ordinal),
-                replaces=replaced,
-            )
-            for ordinal, replaced in enumerate(replaces, start=first)
+        specs: list[GroupSpec] = []
+        position = self.num_admitted
+        for ordinal, replaced in enumerate(replaces, start=len(self.groups)):
+            specs.append(self._spec(ordinal, position=position, replaces=replaced))
+            position += not specs[-1].repeats
+        return self._admit_specs(tuple(specs), reason)
+
+    def _spec(self, ordinal: int, *, position: int, replaces: str) -> GroupSpec:
+        """A group; `position`: of the query that it takes, unless it repeats a lost one's."""
+        lost = self.groups[replaces] if replaces and self.groups[replaces].lost else None
+        return GroupSpec(
+            group_id=str(GroupId(self.batch, ordinal)),
+            ordinal=ordinal,
+            query_index=self._query_at(position) if lost is None else lost.spec.query_index,
+            replaces=replaces,
+            repeats=lost is not None,
         )
+
+    @property
+    def _num_first(self) -> int:
+        """Groups that the batch begins with."""
+        count = self._rules.num_groups
+        return count if self._max_groups is None else min(count, self._max_groups)
+
+    def _find_gaps(self) -> tuple[GroupSpec, ...]:
+        """Groups that an admission named and the store does not have.
+
+        An admission is one write per store shard; a crash between two leaves some of them out.
+        """
+        known = {group.spec.ordinal: group.spec for group in self.groups.values()}
+        unreplaced = [name for name, group in self.groups.items() if self._is_unreplaced(group)]
+        missing: list[GroupSpec] = []
+        position = 0
+        for ordinal in range(max(self._num_first, max(known) + 1)):
+            spec = known.get(ordinal)
+            if spec is None:
+                replaces = unreplaced.pop(0) if ordinal >= self._num_first else ""
+                spec = self._spec(ordinal, position=position, replaces=replaces)
+                missing.append(spec)
+            position += not spec.repeats
+        return tuple(missing)
+
+    def _is_unreplaced(self, group: GroupState) -> bool:
+        dropped = group.status is GroupStatus.DROPPED
+        return dropped and not any(
+            other.spec.replaces == group.spec.group_id for other in self.groups.values()
+        )
+
+    def _admit_specs(self, specs: tuple[GroupSpec, ...], reason: str) -> AdmitGroups:
         self._admitting = True
         for spec in specs:
             self._add(spec, GroupStage.ADMITTING)

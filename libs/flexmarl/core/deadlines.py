@@ -33,6 +33,8 @@ DEADLINES_S: Final[Mapping[str, float | None]] = MappingProxyType(
         _STORE + "PutObject": 600.0,
         _STORE + "GetObject": 600.0,
         _STORE + "AllocateSegment": 600.0,
+        _STORE + "ReadSegment": 600.0,
+        _STORE + "FetchSegment": 600.0,
         # Waits for the checksums of what it names.
         _STORE + "Commit": 600.0,
         # Many rows in one answer, or an fsync behind a busy disk.

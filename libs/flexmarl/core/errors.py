@@ -91,6 +91,7 @@ class ErrorReason(StrEnum):
     PORT_IN_USE = "PORT_IN_USE", _F.REFUSED, "choose another port, or 0 for a free one"
     STORE_LOCKED = "STORE_LOCKED", _F.REFUSED, "stop the other process that holds the store"
     NON_FINITE = "NON_FINITE", _F.REFUSED, "inspect the rows and the learning rate"
+    SHARD_LOST = "SHARD_LOST", _F.REFUSED, "resume the run: it goes on over the other shards"
     CURSOR_OUT_OF_RANGE = "CURSOR_OUT_OF_RANGE", _F.OUT_OF_RANGE, "start from a newer cursor"
     # Something is full.
     QUEUE_FULL = "QUEUE_FULL", _F.EXHAUSTED, "send more slowly"

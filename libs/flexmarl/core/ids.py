@@ -131,6 +131,18 @@ def is_evaluation(text: str) -> bool:
     return text.startswith("e")
 
 
+def group_of(text: str) -> str:
+    """Returns the group that a group, sample or vertex id starts with.
+
+    Raises:
+        ValueError: `text` is not the id of a group or of something in one.
+    """
+    match = _GROUP.match(text)
+    if match is None or text[match.end() : match.end() + 1] not in ("", "-"):
+        raise ValueError(f"not an id of a group or of something in one: {text!r}")
+    return match.group()
+
+
 def check_name(name: str, *, what: str) -> str:
     """Returns `name` if it may name a run, policy, agent, tool, shard or slot.
 

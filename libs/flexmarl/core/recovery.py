@@ -43,7 +43,8 @@ def _restore_records(stored: StoredRun, training: Training) -> None:
         taken.update(record.vertex_ids)
         training.policies[record.policy].restore(
             record.micro_batch_id,
-            tuple(folded(rows[vertex_id] for vertex_id in record.vertex_ids)),
+            # Rows that went with a lost store shard are known by their record alone.
+            tuple(folded(rows[name] for name in record.vertex_ids if name in rows)),
             voided=record.voided,
         )
     for item in stored.groups:

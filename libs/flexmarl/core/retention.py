@@ -17,10 +17,11 @@ class SavedSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What retention keeps."""
+    """What retention keeps: segments, state records, and every manifest's from a version on."""
 
     keys: frozenset[str]
     records: frozenset[tuple[str, int]]
+    floor: int
 
 
 def keep(
@@ -28,19 +29,27 @@ def keep(
     manifests: Mapping[int, Collection[str]],
     saved: Iterable[SavedSet],
     retain_versions: int,
+    on_disk: int | None = None,
+    pinned: Iterable[int] = (),
 ) -> Kept:
     """Decides what a run still needs.
 
-    Kept are the segments of the newest `retain_versions` manifests, of each policy's newest record,
-    and of every record beyond the newest manifest (a batch in progress).
+    Nothing is given up from the floor on: the smallest of the newest `retain_versions` manifests,
+    the newest version that is whole on disk, and the pinned versions. Below it only each policy's
+    newest record is kept.
 
     Args:
         manifests: Segment keys by version.
         saved: All state records of the run.
         retain_versions: At least 1.
+        on_disk: Newest version that is whole on disk; None when none is.
+        pinned: Versions that somebody still reads.
     """
-    versions = sorted(manifests)[-retain_versions:]
-    keys = {key for version in versions for key in manifests[version]}
+    versions = sorted(manifests)
+    floors = [versions[-retain_versions:][0]] if versions else []
+    floors += [version for version in (on_disk, *pinned) if version is not None]
+    floor = min(floors, default=0)
+    keys = {key for version in versions if version >= floor for key in manifests[version]}
     newest: dict[str, SavedSet] = {}
     sets = list(saved)
     for item in sets:
@@ -50,6 +59,5 @@ def keep(
     needed = [s for s in sets if newest[s.policy] is s or s.version > committed]
     for item in needed:
         keys |= item.keys
-    oldest = versions[0] if versions else 0
-    records = {(s.policy, s.version) for s in sets if s in needed or s.version >= oldest}
-    return Kept(keys=frozenset(keys), records=frozenset(records))
+    records = {(s.policy, s.version) for s in sets if s in needed or s.version >= floor}
+    return Kept(keys=frozenset(keys), records=frozenset(records), floor=floor)

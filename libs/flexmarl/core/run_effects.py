@@ -16,12 +16,13 @@ from flexmarl.core.training_rows import Row, RowAdvantage, RowVoid, RunFailure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """A group to admit."""
+    """A group to admit; `repeats`: it has the query of the one it replaces, which was lost."""
 
     group_id: str
     ordinal: int
     query_index: int
     replaces: str = ""
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,12 +144,16 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A group of the open batch, as the store has it; `rows` only where it is terminal."""
+    """A group of the open batch, as the store has it; `rows` only where it is terminal.
+
+    `lost`: it went with its store shard, and is dropped.
+    """
 
     spec: GroupSpec
     status: GroupStatus
     rows: tuple[Row, ...] = ()
     claimable: frozenset[str] = frozenset()
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

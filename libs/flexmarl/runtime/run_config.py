@@ -450,6 +450,11 @@ class RunConfig(_Section):
     """Batches to train: the team ends at this version."""
     durability: Literal["fsync", "process"] = "process"
     """What an acknowledged write survives: power loss, or the death of every process."""
+    store_shards: tuple[str, ...] = ()
+    """Further MEG Stores, host:port each: the run's groups are spread over them and the cluster's
+    own store, which is the home shard. Fixed for the run's life."""
+    vertex_events: bool = False
+    """Every finished call is an event that can be watched; its write costs about twice as much."""
     workflow: WorkflowConfig
     """User code."""
     dataset: DatasetConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -79,6 +79,11 @@ def publish_nothing(folder: Path, key: str) -> ObjectRef:
     file = folder / key
     file.write_bytes(bytes(64))
     return publish(folder, key, pb.EngineLoad(path=str(file)))
+
+
+def folder_store(shards: Sequence[ShardAddress]) -> FolderStore:
+    """The store of a plan: a folder stands in its home shard's address."""
+    return FolderStore(shards[0].address)
 
 
 class FakeDispatcher(RolloutServiceServicer):
@@ -209,7 +214,7 @@ async def running_host(dispatcher: FakeDispatcher, data_dir: Path, *, preload=()
         preload=preload,
         vllm_python=settings.vllm_python,
     )
-    store = StoreAccess(FolderStore, cache_dir=data_dir / "models", holder="h0")
+    store = StoreAccess(folder_store, cache_dir=data_dir / "models", holder="h0")
     host = Host(
         settings, launcher=launcher, background=background, store=store, set_ready=ready.append
     )

@@ -13,6 +13,7 @@ from flexmarl.cli.connect import connect_store
 from flexmarl.cli.errors import CliError
 from flexmarl.client.orchestrator import OrchestratorClient
 from flexmarl.client.store import StoreClient
+from flexmarl.runtime.run_config import RunConfig
 
 _PATIENCE_S: Final = 10.0
 """A person waits for an address that may be wrong; `follow_run` has patience of its own."""
@@ -40,12 +41,32 @@ class Clients:
         Raises:
             CliError: It keeps less.
         """
-        if asked == "fsync" and self.durability != "fsync":
-            raise CliError(
-                f'durability = "fsync", but the store at {self.home_shard.address} runs with '
-                f'"{self.durability}": start its cluster with --durability fsync, or set '
-                'durability = "process"'
-            )
+        _check_durability(self.home_shard.address, offered=self.durability, asked=asked)
+
+
+async def find_shards(config: RunConfig) -> list[common_pb2.ShardAddress]:
+    """The further store shards of a run, by the names that they give themselves.
+
+    Raises:
+        CliError: One keeps less than the run asks for.
+        UnavailableError: One does not answer.
+    """
+    shards = []
+    for address in config.store_shards:
+        async with connect_store(address) as store:
+            stats = await store.get_stats()
+        _check_durability(address, offered=stats.durability, asked=config.durability)
+        shards.append(common_pb2.ShardAddress(name=stats.shard, address=address))
+    return shards
+
+
+def _check_durability(address: str, *, offered: str, asked: str) -> None:
+    if asked == "fsync" and offered != "fsync":
+        raise CliError(
+            f'durability = "fsync", but the store at {address} runs with '
+            f'"{offered}": start its cluster with --durability fsync, or set '
+            'durability = "process"'
+        )
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from flexmarl.cli.cluster.local import LocalCluster
 from flexmarl.cli.cluster.plan import STORE, ClusterSettings
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.interrupt import Interrupted, InterruptGuard
+from flexmarl.client.run_store import RunStore
 from flexmarl.client.store import StoreClient
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
@@ -25,8 +26,8 @@ _CONNECT_TIMEOUT_S: Final = 15.0
 
 @asynccontextmanager
 async def connect_store(address: str) -> AsyncIterator[StoreClient]:
-    """Client of a store."""
-    async with StoreClient.connect(address) as store:
+    """Client of a store, and of all shards of the run that is read from it."""
+    async with RunStore.connect(address) as store:
         await store.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
         yield store
 

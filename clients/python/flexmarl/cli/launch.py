@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexmarl.cli.clients import Clients
+from flexmarl.cli.clients import Clients, find_shards
 from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import ClusterSettings
@@ -37,8 +37,9 @@ def launch(
     check_source(source)
 
     async def begin(clients: Clients) -> RunConfig:
+        shards = [clients.home_shard, *await find_shards(config)]
         clients.check_durability(config.durability)
-        await store_run(clients.store, source, shards=[clients.home_shard])
+        await store_run(clients.store, source, shards=shards)
         await clients.orchestrator.submit_run(run_id, home_shard=clients.home_shard)
         return config
 
@@ -65,6 +66,7 @@ def source_of(run_id: str, config: RunConfig, *, exclude: Sequence[Path] = ()) -
         dataset=config.dataset.path if config.dataset.path.is_file() else dataset_content(config),
         held_out=held_out_content(config),
         models=models,
+        vertex_events=config.vertex_events,
     )
 
 
@@ -72,6 +74,7 @@ def _without_paths(config: RunConfig) -> bytes:
     """The configuration as the content hash sees it: files count by content, not by place."""
     data = config.model_dump(mode="json")
     data["workflow"]["package"] = data["dataset"]["path"] = data["evaluation"]["path"] = ""
+    data["store_shards"] = len(config.store_shards)
     for policy in data["policies"].values():
         policy["model"]["path"] = ""
     return json.dumps(data, sort_keys=True).encode()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir
+from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir, RunId
 
 store_app = typer.Typer(help="Care of a store's data.", no_args_is_help=True)
 
@@ -58,3 +58,28 @@ def check(
     from flexmarl.cli.commands.store import check as command
 
     raise typer.Exit(command(path, data_dir=data_dir, as_json=as_json))
+
+
+@store_app.command()
+def lost(
+    shard: Annotated[str, typer.Argument(metavar="SHARD", help="Name of a store, `store.shard`.")],
+    run_id: Annotated[str, typer.Option("--run", help="This run alone.")] = "",
+    data_dir: DataDir = DATA_DIR,
+    cluster: Cluster = None,
+) -> None:
+    """Give up a store that will not come back: its runs go on over their other stores."""
+    from flexmarl.cli.commands.store_runs import lost as command
+
+    command(shard, run_id=run_id, data_dir=data_dir, cluster=cluster or [])
+
+
+@store_app.command()
+def delete(
+    run_id: RunId,
+    data_dir: DataDir = DATA_DIR,
+    cluster: Cluster = None,
+) -> None:
+    """Remove an ended run, and give its space back."""
+    from flexmarl.cli.commands.store_runs import delete as command
+
+    command(run_id, data_dir=data_dir, cluster=cluster or [])

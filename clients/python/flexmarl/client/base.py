@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar
 
@@ -67,6 +67,10 @@ class ServiceClient:
         self, channel: Channel, *, patience_s: float = PATIENCE_S, owns_channel: bool = False
     ) -> None:
         self.address = channel.address
+        self.name = channel.address
+        """What messages call the service."""
+        self.labels: Mapping[str, str] = {}
+        """Metadata of the failures that say it does not answer."""
         self._channel = channel
         self._stub: Any = self.STUB(channel)
         self._patience_s = patience_s
@@ -168,7 +172,9 @@ class ServiceClient:
     def _no_answer(self, silent_s: float, failure: BaseException) -> FlexMarlError:
         why = failure.message if isinstance(failure, FlexMarlError) else "the stream is silent"
         return make_error(
-            ErrorReason.UNAVAILABLE, f"{self.address}: no answer for {silent_s:.3g} s ({why})"
+            ErrorReason.UNAVAILABLE,
+            f"{self.name}: no answer for {silent_s:.3g} s ({why})",
+            self.labels,
         )
 
     async def _back_off(self, failed: int) -> None:

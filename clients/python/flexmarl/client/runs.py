@@ -35,6 +35,7 @@ class RunSource:
         dataset: Dataset file, or its content.
         held_out: Queries of the evaluation that are no part of the dataset; None: there are none.
         models: Base model folder of each policy.
+        vertex_events: Whether every vertex is an event.
     """
 
     run_id: str
@@ -45,6 +46,7 @@ class RunSource:
     dataset: Path | bytes
     models: Mapping[str, Path]
     held_out: bytes | None = None
+    vertex_events: bool = False
 
 
 def check_source(source: RunSource) -> None:
@@ -92,6 +94,7 @@ async def store_run(
         dataset=dataset,
         evaluation_dataset=held_out,
         models=models,
+        vertex_events=source.vertex_events,
     )
     return await store.create_run(run)
 

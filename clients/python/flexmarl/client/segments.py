@@ -152,6 +152,7 @@ class SegmentWriter:
         self.layout = tuple(buffers)
         self.object: common_pb2.ObjectRef | None = None
         self._seal = seal
+        self._then: Callable[[], Awaitable[common_pb2.ObjectRef]] | None = None
         self._mappings = mappings
         self._kept: Kept | None = mappings.map(allocated.path)
         self._buffers = views(memoryview(self._kept.map), buffers)
@@ -173,7 +174,13 @@ class SegmentWriter:
         """
         self.abandon()
         self.object = await self._seal(self.layout, checksum)
+        if self._then is not None:
+            self.object = await self._then()
         return self.object
+
+    def then(self, after: Callable[[], Awaitable[common_pb2.ObjectRef]]) -> None:
+        """Have something done after the seal; the reference that it returns is the segment's."""
+        self._then = after
 
     def abandon(self) -> None:
         """Give the views up without publishing."""

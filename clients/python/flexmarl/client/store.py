@@ -9,43 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2_grpc import MegStoreServiceStub
-from flexmarl.client.base import PATIENCE_S, ServiceClient
-from flexmarl.client.buffers import BufferSpec, lay_out
-from flexmarl.client.channel import Channel, StreamCall
-from flexmarl.client.errors import UnavailableError
-from flexmarl.client.mappings import KeptMappings
+from flexmarl.client.channel import StreamCall
+from flexmarl.client.errors import NotFoundError
 from flexmarl.client.request import new_request_id
-from flexmarl.client.segments import Held, SegmentReader, SegmentWriter
+from flexmarl.client.store_segments import StoreSegments
+from flexmarl.core.watch_cursor import read_cursor
 
 CHUNK_BYTES = 1 << 20
 
 
-class StoreClient(ServiceClient):
-    """Client of one store shard; see `ServiceClient` for its arguments."""
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Events of a run, and where to resume after them.
 
-    STUB = MegStoreServiceStub
-    DEADLINE_S = 30.0
-    # A call that takes long is not repeated: it may be at work on what it was asked for.
-    REPEATED = (UnavailableError,)
+    Attributes:
+        events: In the order of their shard; those of different shards have none.
+        cursor: Opaque.
+    """
 
-    def __init__(
-        self, channel: Channel, *, patience_s: float = PATIENCE_S, owns_channel: bool = False
-    ) -> None:
-        super().__init__(channel, patience_s=patience_s, owns_channel=owns_channel)
-        self._mappings = KeptMappings()
+    events: Sequence[pb.Event]
+    cursor: str
 
-    async def close(self) -> None:
-        """Close the connection and unmap what was kept for the next segments."""
-        self._mappings.close()
-        await super().close()
+
+class StoreClient(StoreSegments):
+    """Client of one store shard.
+
+    Args:
+        channel: From `connect`.
+        patience_s: How long a store that does not answer is waited for.
+        owns_channel: Close the channel with the client.
+        shard: Name of the shard, for messages; empty where it is not known.
+    """
 
     async def wait_ready(self, *, timeout_s: float = 30.0) -> None:
         """Wait until the store answers.
@@ -81,6 +83,31 @@ class StoreClient(ServiceClient):
             token = response.next_page_token
             if not token:
                 return runs
+
+    async def delete_run(self, run_id: str) -> None:
+        """Remove an ended run and all below it; one that is not there is fine.
+
+        Raises:
+            RefusedError: STATE_TRANSITION_REFUSED while it is driven.
+        """
+        request = pb.DeleteRunRequest(request_id=new_request_id(), run_id=run_id)
+        with suppress(NotFoundError):
+            await self._call("DeleteRun", request)
+
+    async def lose_shard(
+        self, run_id: str, shard: str, *, term: int = 0, groups: Iterable[graph_pb2.Group] = ()
+    ) -> graph_pb2.Run:
+        """Record that a shard of a run is lost, and which groups of the open batch went with it.
+
+        Raises:
+            NotFoundError: SHARD_NOT_FOUND.
+            InvalidError: It is the home shard.
+        """
+        request = pb.LoseShardRequest(
+            request_id=new_request_id(), run_id=run_id, shard=shard, term=term, groups=groups
+        )
+        response: pb.LoseShardResponse = await self._call("LoseShard", request)
+        return response.run
 
     async def update_run_status(
         self,
@@ -296,26 +323,36 @@ class StoreClient(ServiceClient):
         self,
         run_id: str,
         *,
-        after_cursor: int = 0,
+        after: str = "",
         kinds: Collection[pb.EventKind.ValueType] = (),
-    ) -> AsyncIterator[pb.WatchResponse]:
+    ) -> AsyncGenerator[Watched, None]:
         """Events of a run after a cursor, without gap and without end.
 
-        Every response carries the cursor after it; one without events is a sign of life. A broken
-        or silent stream is opened again at the last cursor; after `patience_s` without a response
-        UNAVAILABLE is raised. Waits for events; freed by the store, or by closing the iterator.
+        What comes without events is a sign of life. A broken or silent stream is opened again at
+        the last cursor; after `patience_s` without a response UNAVAILABLE is raised. Waits for
+        events; freed by the store, or by closing the iterator.
+
+        Args:
+            run_id: Run.
+            after: Cursor of an earlier watch; empty: from the oldest event that is kept.
+            kinds: Kinds of interest; empty means all.
+
+        Raises:
+            OutOfRangeError: The events after the cursor are not kept any more; its metadata gives
+                the cursor to start from as `restart`.
         """
+        (position,) = read_cursor(after, ("",)).values()
 
         def open_stream() -> StreamCall:
             call: StreamCall = self._stub.Watch(
-                pb.WatchRequest(run_id=run_id, after_cursor=after_cursor, kinds=kinds)
+                pb.WatchRequest(run_id=run_id, after_cursor=position, kinds=kinds)
             )
             return call
 
         async with aclosing(self._follow(open_stream)) as responses:
             async for response in responses:
-                after_cursor = max(after_cursor, response.cursor)
-                yield response
+                position = max(position, response.cursor)
+                yield Watched(response.events, str(position))
 
     # Training
 
@@ -411,6 +448,33 @@ class StoreClient(ServiceClient):
                 return manifests
             from_version = response.manifests[-1].version + 1
 
+    async def find_whole_versions(self, run_id: str) -> pb.FindWholeVersionsResponse:
+        """Newest versions whose state is all there: anywhere, and on disk."""
+        request = pb.FindWholeVersionsRequest(run_id=run_id)
+        response: pb.FindWholeVersionsResponse = await self._call("FindWholeVersions", request)
+        return response
+
+    @asynccontextmanager
+    async def pinned_version(
+        self, run_id: str, version: int, *, holder: str, ttl_s: float
+    ) -> AsyncIterator[None]:
+        """Keep a version's state for the block, at most `ttl_s`.
+
+        Raises:
+            NotFoundError: It is not kept any more.
+        """
+        request = pb.PinVersionRequest(
+            request_id=new_request_id(), run_id=run_id, version=version, holder=holder, ttl_s=ttl_s
+        )
+        response: pb.PinVersionResponse = await self._call("PinVersion", request)
+        try:
+            yield
+        finally:
+            unpin = pb.UnpinVersionRequest(
+                request_id=new_request_id(), run_id=run_id, pin_id=response.pin_id
+            )
+            await self._call("UnpinVersion", unpin)
+
     # Objects
 
     async def put_object(
@@ -470,94 +534,6 @@ class StoreClient(ServiceClient):
             temporary.unlink(missing_ok=True)
         assert ref is not None
         return ref
-
-    # Segments
-
-    def allocate_segment(
-        self,
-        run_id: str,
-        key: str,
-        specs: Sequence[BufferSpec],
-        *,
-        tier: pb.SegmentTier.ValueType = pb.SEGMENT_TIER_MEMORY,
-        attributes: Mapping[str, str] | None = None,
-    ) -> Held[SegmentWriter]:
-        """Room for buffers, mapped for writing: `async with store.allocate_segment(...) as writer`.
-
-        At the end of the block the segment is sealed. Awaited instead, it is the caller's to seal.
-        """
-        return Held(
-            self._allocate(run_id, key, specs, tier=tier, attributes=dict(attributes or {}))
-        )
-
-    async def _allocate(
-        self,
-        run_id: str,
-        key: str,
-        specs: Sequence[BufferSpec],
-        *,
-        tier: pb.SegmentTier.ValueType,
-        attributes: Mapping[str, str],
-    ) -> SegmentWriter:
-        layout = lay_out(specs)
-        response: pb.AllocateSegmentResponse = await self._call(
-            "AllocateSegment",
-            pb.AllocateSegmentRequest(
-                request_id=new_request_id(),
-                run_id=run_id,
-                key=key,
-                size_bytes=layout.size_bytes,
-                tier=tier,
-            ),
-        )
-
-        async def seal(buffers: Sequence[pb.NamedBuffer], checksum: str) -> common_pb2.ObjectRef:
-            return await self.seal_segment(
-                run_id, key, buffers, checksum=checksum, attributes=attributes
-            )
-
-        return SegmentWriter(response, layout.buffers, seal, self._mappings)
-
-    async def seal_segment(
-        self,
-        run_id: str,
-        key: str,
-        buffers: Iterable[pb.NamedBuffer],
-        *,
-        checksum: str = "",
-        attributes: Mapping[str, str] | None = None,
-    ) -> common_pb2.ObjectRef:
-        """Publish a segment that somebody filled through its path."""
-        request = pb.SealSegmentRequest(
-            request_id=new_request_id(),
-            run_id=run_id,
-            key=key,
-            buffers=buffers,
-            checksum=checksum,
-            attributes=attributes,
-        )
-        response: pb.SealSegmentResponse = await self._call("SealSegment", request)
-        return response.object
-
-    def open_segment(self, run_id: str, key: str, *, holder: str) -> Held[SegmentReader]:
-        """A sealed segment, mapped under a lease: `async with store.open_segment(...) as reader`.
-
-        Awaited instead, the reader is the caller's to close.
-        """
-        return Held(self._open(run_id, key, holder=holder))
-
-    async def _open(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
-        request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
-        response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
-        try:
-            return SegmentReader(response, self.close_segment)
-        except OSError:  # the file is not on this node
-            await self.close_segment(response.lease_id)
-            raise
-
-    async def close_segment(self, lease_id: str) -> None:
-        """Give a lease back."""
-        await self._call("CloseSegment", pb.CloseSegmentRequest(lease_id=lease_id))
 
     async def create_snapshot(self, name: str) -> pb.CreateSnapshotResponse:
         """Copy the shard, while it serves, into its folder of snapshots."""

@@ -84,6 +84,10 @@ class Backend(Protocol):
         """
         ...
 
+    def compact(self, table: Table, start: bytes | None, end: bytes | None) -> None:
+        """Give the space of deleted keys in start <= key < end back; None: from or to the edge."""
+        ...
+
     def close(self) -> None:
         """Release files and lock."""
         ...

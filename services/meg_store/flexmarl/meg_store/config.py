@@ -30,6 +30,8 @@ class StoreConfig(Section):
     """Bound of freed segments whose touched pages are kept for the next ones."""
     retain_versions: int = Field(default=2, ge=1)
     """Newest manifests whose segments are kept."""
+    state_to_disk_every: int = Field(default=1, ge=0)
+    """Committed versions whose number this divides are copied from memory to disk; 0: none."""
     max_queued_bytes: int = Field(default=64 << 20, ge=1)
     """Writes queued beyond this are refused with QUEUE_FULL."""
     max_events: int = Field(default=1_000_000, ge=1024)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -140,6 +140,16 @@ class Database:
             self.backend.get_many(table, [name for name in names if name not in pending])
         )
         return [pending[name][0] if name in pending else next(applied) for name in names]
+
+    async def compact(self, ranges: Iterable[tuple[Table, bytes | None, bytes | None]]) -> None:
+        """Give the space of deleted ranges back, off the event loop."""
+        for table, start, end in ranges:
+            await asyncio.to_thread(self.backend.compact, table, start, end)
+
+    def forget(self, run_id: str) -> None:
+        """Drop what is remembered of a deleted run; its watches end."""
+        self._sequences.pop(run_id, None)
+        self.events.forget(run_id)
 
     def begin(self) -> Draft:
         """Start a mutation.

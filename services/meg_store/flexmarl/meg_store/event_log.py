@@ -86,7 +86,7 @@ class RunLog:
                 ErrorReason.CURSOR_OUT_OF_RANGE,
                 f"run {self._run_id!r}: cursor {cursor} is outside of "
                 f"{self._first - 1}..{self.published}",
-                {"first": str(self._first - 1), "last": str(self.published)},
+                {"restart": str(self._first - 1), "last": str(self.published)},
             )
 
     def read(self, cursor: int, kinds: Collection[int]) -> Page:
@@ -160,6 +160,12 @@ class EventLogs:
             log = RunLog(run_id, self._backend, max_events=self._max_events)
             self._logs[run_id] = log
         return log
+
+    def forget(self, run_id: str) -> None:
+        """Drop the log of a deleted run; its watchers wake and find the run gone."""
+        log = self._logs.pop(run_id, None)
+        if log is not None:
+            log._wake()
 
     def close(self) -> None:
         """Wake all watchers; they end when they see `closed`."""

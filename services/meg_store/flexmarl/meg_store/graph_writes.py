@@ -2,8 +2,8 @@
 
 Order within a call: groups are admitted, vertices are written, then samples change state; a vertex
 in the same call as the end of its sample is therefore in time. Edges are columns of the downstream
-vertex; there is no table of their own. Vertices write no events: the rows are found by their
-sample, whose end is an event.
+vertex; there is no table of their own. Vertices write no events, unless the run asks for them: the
+rows are found by their sample, whose end is an event.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class RecentVertices:
         while len(self._ids) > _RECENT_VERTICES:
             self._ids.popitem(last=False)
 
+    def forget(self, run_id: str) -> None:
+        """Drop those of a run."""
+        for key in [key for key in self._ids if key[0] == run_id]:
+            del self._ids[key]
+
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._ids
 
@@ -85,6 +90,10 @@ class GraphWrites:
         samples = [_OUTCOMES[call.write_sample(sample)] for sample in request.samples]
         draft.at_commit.append(lambda: self._count_late(call.num_late))
         return pb.WriteGraphResponse(vertex_outcomes=vertices, sample_outcomes=samples)
+
+    def forget(self, run_id: str) -> None:
+        """Drop what is remembered of a deleted run."""
+        self._recent.forget(run_id)
 
     def _count_late(self, number: int) -> None:
         self.num_late += number
@@ -200,6 +209,9 @@ class _Call:
         self._draft.put(Table.PAYLOADS, key, payload)
         self._runs.note_agent(self._draft, self._entry, meta.agent)
         self._new_edges[meta.vertex_id] = list(meta.upstream_vertex_ids)
+        if self._entry.run.vertex_events:
+            event = pb.Event(kind=pb.EVENT_KIND_VERTEX, vertex=meta)
+            self._draft.event(self._run_id, event)
 
     def _keep_late(self, row_id: str, value: bytes) -> None:
         # The same late result again takes the same key, so repetition does not fill the table.

@@ -56,6 +56,9 @@ class MemoryBackend:
         """
         raise not_built(f"a snapshot of a store in memory ({path})")
 
+    def compact(self, table: Table, start: bytes | None, end: bytes | None) -> None:
+        """Deleted keys take no space anyway."""
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -7,6 +7,7 @@ system before it returns, so the death of this process loses nothing that was wr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class RocksBackend:
         names = [t.name.lower() for t in TABLES]
         self._tables = [self._db.get_column_family(name) for name in names]
         self._handles = [self._db.get_column_family_handle(name) for name in names]
+        self._compacting = threading.Lock()
         self._write_options = WriteOptions()
         self._write_options.sync = False
 
@@ -163,15 +165,25 @@ class RocksBackend:
         """A consistent copy of all tables; table files are linked, so it costs little."""
         Checkpoint(self._db).create_checkpoint(str(path))
 
+    def compact(self, table: Table, start: bytes | None, end: bytes | None) -> None:
+        """Compact a range; takes as long as its data is large, and leaves the interpreter free."""
+        with self._compacting:
+            if self._tables:  # not closed meanwhile
+                self._tables[table].compact_range(start, end)
+
     def close(self) -> None:
-        """Flush, close, release the lock; without it the lock lives until garbage collection."""
+        """Flush, close, release the lock; without it the lock lives until garbage collection.
+
+        Waits for a compaction that somebody asked for: its thread uses the tables.
+        """
         if not self._read_only:
             self._db.flush_wal(True)
-        for table in self._tables:
-            table.close()
-        # Handles keep the database, and so its lock, alive.
-        self._handles.clear()
-        self._tables.clear()
+        with self._compacting:
+            for table in self._tables:
+                table.close()
+            # Handles keep the database, and so its lock, alive.
+            self._handles.clear()
+            self._tables.clear()
         self._db.close()
 
 
@@ -227,6 +239,8 @@ def _table_options(table: Table, cache: Cache) -> Options:
         options.set_enable_blob_files(True)
         options.set_min_blob_size(_MIN_BLOB_BYTES)
         options.set_enable_blob_gc(True)
+        # Compactions are asked for when objects were removed: then all files are looked at.
+        options.set_blob_gc_age_cutoff(1.0)
     return options
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -13,7 +15,7 @@ from flexmarl.core import fencing
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
-from flexmarl.core.states import RUN
+from flexmarl.core.states import RUN, RunStatus
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.columns import check_columns
 from flexmarl.meg_store.database import Database, Draft
@@ -48,6 +50,7 @@ class Runs:
         self._objects = objects
         self._shard = shard
         self._entries: dict[str, RunEntry] = {}
+        self._deleting: set[str] = set()
         for _, value in database.scan(Table.META, keys.prefix("run")):
             run = graph_pb2.Run.FromString(value)
             self._entries[run.run_id] = self._entry(run)
@@ -74,7 +77,7 @@ class Runs:
             DomainError: RUN_NOT_FOUND.
         """
         entry = self._entries.get(run_id)
-        if entry is None:
+        if entry is None or run_id in self._deleting:
             raise DomainError(
                 ErrorReason.RUN_NOT_FOUND,
                 f"no run {run_id!r} in store shard {self._shard!r}",
@@ -106,6 +109,10 @@ class Runs:
         run = graph_pb2.Run()
         run.CopyFrom(request.run)
         self._check(run)
+        if run.run_id in self._deleting:
+            raise DomainError(
+                ErrorReason.NOT_READY, f"run {run.run_id!r} is being deleted", {"run": run.run_id}
+            )
         if run.run_id in self._entries:
             stored = self.read(run.run_id)
             if _identity(stored) != _identity(run):
@@ -117,10 +124,35 @@ class Runs:
             return pb.CreateRunResponse(run=stored)
         run.status = common_pb2.RUN_STATUS_SUBMITTED
         run.created_unix_ns = time.time_ns()
-        for key in object_keys(run):
+        for key in object_keys(run, shard=self._shard):
             self._objects.refer(draft, key)
-        self._put(draft, run)
+        self.put(draft, run)
         return pb.CreateRunResponse(run=run)
+
+    @contextmanager
+    def deleting(self, run_id: str) -> Iterator[RunEntry]:
+        """The entry of an ended run; for the block, nobody else finds the run.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, STATE_TRANSITION_REFUSED for a run that is driven.
+        """
+        entry = self.require(run_id)
+        status = RUN_STATUS.to_core(entry.run.status)
+        if status is RunStatus.RUNNING:
+            raise DomainError(
+                ErrorReason.STATE_TRANSITION_REFUSED,
+                f"run {run_id!r} is {status}; stop it before it is deleted",
+                {"run": run_id, "status": status.value},
+            )
+        self._deleting.add(run_id)
+        try:
+            yield entry
+        finally:
+            self._deleting.discard(run_id)
+
+    def forget(self, run_id: str) -> None:
+        """Drop the entry of a deleted run."""
+        self._entries.pop(run_id, None)
 
     def update_status(
         self, draft: Draft, request: pb.UpdateRunStatusRequest
@@ -150,7 +182,7 @@ class Runs:
             if request.HasField("failure"):
                 run.failure.CopyFrom(request.failure)
         if old is not new or changed:
-            self._put(draft, run)
+            self.put(draft, run)
         return pb.UpdateRunStatusResponse(run=run)
 
     def acquire_term(self, draft: Draft, request: pb.AcquireTermRequest) -> pb.AcquireTermResponse:
@@ -203,8 +235,8 @@ class Runs:
 
     def _check(self, run: graph_pb2.Run) -> None:
         check_name(run.run_id, what="run id")
-        if run.status != common_pb2.RUN_STATUS_UNSPECIFIED or run.created_unix_ns:
-            raise _invalid("run.status and run.created_unix_ns are set by the store")
+        if run.status or run.created_unix_ns or run.lost_shards:
+            raise _invalid("run.status, created_unix_ns and lost_shards are set by the store")
         if len(run.config_json) > _MAX_CONFIG_BYTES:
             raise _invalid(f"run.config_json is larger than {_MAX_CONFIG_BYTES} bytes")
         names = [check_name(shard.name, what="shard") for shard in run.shards]
@@ -216,7 +248,8 @@ class Runs:
             check_name(policy, what="policy")
         check_columns(run.columns)
 
-    def _put(self, draft: Draft, run: graph_pb2.Run) -> None:
+    def put(self, draft: Draft, run: graph_pb2.Run) -> None:
+        """Write a run's row, and tell its watchers."""
         draft.put(Table.META, keys.join("run", run.run_id), run.SerializeToString())
         entry = self._entry(run)
         known = self._entries.get(run.run_id)
@@ -249,18 +282,18 @@ def _identity(run: graph_pb2.Run) -> bytes:
     """What makes a run the same one: not its state, nor the port that a shard listens on today."""
     kept = graph_pb2.Run()
     kept.CopyFrom(run)
-    for name in ("status", "failure", "created_unix_ns"):
+    for name in ("status", "failure", "created_unix_ns", "lost_shards"):
         kept.ClearField(name)
     for shard in kept.shards:
         shard.ClearField("address")
     return kept.SerializeToString(deterministic=True)
 
 
-def object_keys(run: graph_pb2.Run) -> list[str]:
-    """Objects that a run itself refers to."""
-    references = [run.workflow_bundle, run.dataset]
+def object_keys(run: graph_pb2.Run, *, shard: str) -> list[str]:
+    """Objects of a shard that a run itself refers to."""
+    references = [run.workflow_bundle, run.dataset, run.evaluation_dataset]
     references += [run.models[name].archive for name in sorted(run.models)]
-    return [reference.key for reference in references if reference.key]
+    return [ref.key for ref in references if ref.key and ref.shard in ("", shard)]
 
 
 def _invalid(message: str) -> DomainError:

@@ -22,6 +22,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 MEMORY = pb.SEGMENT_TIER_MEMORY
 DISK = pb.SEGMENT_TIER_DISK
 _REUSE_SLACK = 1.25
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,22 @@ class SegmentFile:
     tier: pb.SegmentTier.ValueType
     size_bytes: int
     reused: bool = False
+
+
+class NodeFile:
+    """A file in the memory tier's folder: whoever reads its token shares that folder.
+
+    Paths alone do not tell: another node, or container, may have a folder of the same name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "node"
+        self.token = uuid.uuid4().hex
+        self.path.write_text(self.token)
+
+    def remove(self) -> None:
+        """Remove it."""
+        self.path.unlink(missing_ok=True)
 
 
 class SegmentFiles:
@@ -48,7 +65,7 @@ class SegmentFiles:
         self, *, memory_dir: Path, disk_dir: Path, memory_bytes: int, pool_bytes: int
     ) -> None:
         self._dirs = {MEMORY: memory_dir, DISK: disk_dir}
-        self._memory_bytes = memory_bytes
+        self.memory_bytes = memory_bytes
         self._pool_max_bytes = pool_bytes
         self._pool: list[SegmentFile] = []
         self._in_use: dict[Path, int] = {}
@@ -66,19 +83,17 @@ class SegmentFiles:
                 else:
                     path.unlink(missing_ok=True)
 
-    async def make(self, key: str, size_bytes: int, tier: pb.SegmentTier.ValueType) -> SegmentFile:
-        """A file of exactly this size; memory falls to disk when the memory tier is full.
+    async def make_in_memory(self, key: str, size_bytes: int) -> SegmentFile | None:
+        """A file of exactly this size in the memory tier; None while it has no room."""
+        pooled = self._take(key, size_bytes)
+        return pooled if pooled is not None else await self._make_fresh(key, size_bytes, MEMORY)
+
+    async def make_on_disk(self, key: str, size_bytes: int) -> SegmentFile:
+        """A file of exactly this size on disk.
 
         Raises:
             DomainError: DISK_FULL.
         """
-        if tier != DISK:
-            pooled = self._take(key, size_bytes)
-            if pooled is not None:
-                return pooled
-            file = await self._make_fresh(key, size_bytes, MEMORY)
-            if file is not None:
-                return file
         file = await self._make_fresh(key, size_bytes, DISK)
         if file is None:
             raise DomainError(
@@ -137,6 +152,17 @@ class SegmentFiles:
                 self._drop_oldest()
             if self._is_over(size_bytes):
                 return None
+        file = await self._reserve(key, size_bytes, tier)
+        if file is None and tier == MEMORY and self._pool:
+            # The tmpfs is full before our bound: others use it, too.
+            while self._pool:
+                self._drop_oldest()
+            file = await self._reserve(key, size_bytes, tier)
+        return file
+
+    async def _reserve(
+        self, key: str, size_bytes: int, tier: pb.SegmentTier.ValueType
+    ) -> SegmentFile | None:
         path = self._name(key, tier)
         self._use(path, tier, size_bytes)
         try:
@@ -154,7 +180,7 @@ class SegmentFiles:
         self.used_bytes[tier] += size_bytes
 
     def _is_over(self, more_bytes: int) -> bool:
-        return self.used_bytes[MEMORY] + self.pool_bytes + more_bytes > self._memory_bytes
+        return self.used_bytes[MEMORY] + self.pool_bytes + more_bytes > self.memory_bytes
 
     def _drop_oldest(self) -> None:
         file = self._pool.pop(0)
@@ -164,6 +190,16 @@ class SegmentFiles:
     def _name(self, key: str, tier: pb.SegmentTier.ValueType) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
         return self._dirs[tier] / f"{digest}-{uuid.uuid4().hex[:8]}.seg"
+
+
+def copy_file(source: Path, target: Path, *, durably: bool) -> None:
+    """Copy a file's bytes within the kernel, into one that exists."""
+    with source.open("rb") as reading, target.open("r+b") as writing:
+        left = os.fstat(reading.fileno()).st_size
+        while left:
+            left -= os.sendfile(writing.fileno(), reading.fileno(), None, min(left, _COPY_BYTES))
+    if durably:
+        flush_file(target)
 
 
 def flush_file(path: Path) -> None:

@@ -9,12 +9,10 @@ readers that still map them keep their pages.
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -26,54 +24,10 @@ from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft
 from flexmarl.meg_store.objects import check_key
 from flexmarl.meg_store.runs import Runs
-from flexmarl.meg_store.segment_files import DISK, SegmentFile, SegmentFiles, flush_file
+from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFile, SegmentFiles, flush_file
+from flexmarl.meg_store.segment_record import Segment
 
 MAX_SEGMENT_BYTES = 1 << 40
-_HEAD = struct.Struct(">BqqH")
-
-
-@dataclass(slots=True)
-class Segment:
-    """One segment as decisions see it."""
-
-    run_id: str
-    file: SegmentFile
-    sealed: bool
-    created_unix_ns: int
-    view: pb.OpenSegmentResponse
-    leases: dict[str, float] = field(default_factory=dict)
-    referenced: bool = False
-    """Something that training saved named it once; otherwise only its age ends it."""
-    is_ours: bool = True
-    """Made by this process: all its leases are known here."""
-    doomed: bool = False
-    """Its record is gone; the file goes with the last lease."""
-
-    @property
-    def key(self) -> str:
-        """Its key."""
-        return self.view.object.key
-
-    def encode(self) -> bytes:
-        """Stored form."""
-        run = self.run_id.encode()
-        head = _HEAD.pack(self.sealed, self.created_unix_ns, self.file.size_bytes, len(run))
-        return head + run + self.view.SerializeToString()
-
-    @classmethod
-    def decode(cls, value: bytes) -> Segment:
-        """Inverse of `encode`; the segment is of a former life."""
-        sealed, created, size_bytes, run_bytes = _HEAD.unpack_from(value)
-        body = _HEAD.size + run_bytes
-        view = pb.OpenSegmentResponse.FromString(value[body:])
-        return cls(
-            run_id=value[_HEAD.size : body].decode(),
-            file=SegmentFile(Path(view.path), view.tier, size_bytes),
-            sealed=bool(sealed),
-            created_unix_ns=created,
-            view=view,
-            is_ours=False,
-        )
 
 
 class Segments:
@@ -106,7 +60,9 @@ class Segments:
         for _, value in database.scan(Table.META, keys.prefix("segment")):
             segment = Segment.decode(value)
             self._segments[segment.key] = segment
-        files.adopt({segment.file.path for segment in self._segments.values()})
+        files.adopt(
+            {file.path for s in self._segments.values() for file in (s.file, s.copy) if file}
+        )
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -132,11 +88,38 @@ class Segments:
             s.key for s in self._segments.values() if s.sealed and not s.view.object.checksum
         )
 
-    async def make_file(self, request: pb.AllocateSegmentRequest) -> SegmentFile:
-        """The file of a segment that is about to be recorded by `allocate`.
+    def find(self, key: str) -> Segment | None:
+        """The segment of a key, sealed or not."""
+        return self._segments.get(key)
+
+    def are_known(self, segment_keys: Iterable[str]) -> bool:
+        """Whether all of these have records, whatever became of their files."""
+        return all(key in self._segments for key in segment_keys)
+
+    def is_whole(self, segment_keys: Iterable[str]) -> bool:
+        """Whether all of these are sealed and there, in whatever tier."""
+        found = [self._segments.get(key) for key in segment_keys]
+        return all(s is not None and s.sealed and s.files for s in found)
+
+    def is_on_disk(self, segment_keys: Iterable[str]) -> bool:
+        """Whether all of these would survive the host."""
+        found = [self._segments.get(key) for key in segment_keys]
+        return all(s is not None and s.is_on_disk for s in found)
+
+    def least_recently_used(self) -> Segment | None:
+        """The segment that leaves the memory tier next; None when all are in use."""
+        idle = [
+            s
+            for s in self._segments.values()
+            if s.sealed and s.file.tier == MEMORY and not s.leases and s.view.object.checksum
+        ]
+        return min(idle, key=lambda s: (not s.is_cached, s.used_at, s.key), default=None)
+
+    def check_new(self, request: pb.AllocateSegmentRequest) -> None:
+        """Refuse a segment that cannot be allocated.
 
         Raises:
-            DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT, CONTENT_MISMATCH, DISK_FULL.
+            DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT, CONTENT_MISMATCH.
         """
         self._runs.require(request.run_id)
         check_key(request.key)
@@ -146,12 +129,11 @@ class Segments:
                 f"segment {request.key!r}: {request.size_bytes} is not a size in bytes",
             )
         self._check_free(request)
-        return await self._files.make(request.key, request.size_bytes, request.tier)
 
     def allocate(
         self, draft: Draft, request: pb.AllocateSegmentRequest, file: SegmentFile
     ) -> pb.AllocateSegmentResponse:
-        """Record an unsealed segment; an unsealed one of the same key is replaced.
+        """Record an unsealed segment over a file; an unsealed one of the same key is replaced.
 
         Raises:
             DomainError: CONTENT_MISMATCH when the key was sealed meanwhile.
@@ -210,6 +192,7 @@ class Segments:
             view.attributes[name] = value
         sealed = Segment(segment.run_id, segment.file, True, segment.created_unix_ns, view)
         sealed.is_ours = segment.is_ours
+        sealed.used_at = time.monotonic()
         draft.put(Table.META, keys.join("segment", request.key), sealed.encode())
         draft.at_commit.append(lambda: self._segments.__setitem__(request.key, sealed))
         if not request.checksum:
@@ -225,10 +208,10 @@ class Segments:
         segment = self._require(request.key, request.run_id)
         stored = self._database.get(Table.META, keys.join("segment", request.key))
         visible = stored is not None and Segment.decode(stored).sealed
-        if not segment.sealed or not visible or not segment.file.path.exists():
+        if not segment.sealed or not visible or not segment.files:
             raise _not_found(request.key)
         lease = uuid.uuid4().hex
-        segment.leases[lease] = now
+        segment.leases[lease] = segment.used_at = now
         answer = pb.OpenSegmentResponse()
         answer.CopyFrom(segment.view)
         answer.lease_id = lease
@@ -239,12 +222,25 @@ class Segments:
         for segment in (*self._segments.values(), *self._doomed.values()):
             if lease_id in segment.leases:
                 del segment.leases[lease_id]
+                segment.used_at = time.monotonic()
                 break
         else:
             return
         if segment.doomed and not segment.leases:
             del self._doomed[str(segment.file.path)]
-            self._files.free(segment.file, reusable=segment.is_ours)
+            self._free_files(segment)
+
+    @contextmanager
+    def held(self, segment: Segment) -> Iterator[None]:
+        """Keep a segment's file from being freed for the block."""
+        lease = f"store-{uuid.uuid4().hex}"
+        used_at = segment.used_at
+        segment.leases[lease] = time.monotonic()
+        try:
+            yield
+        finally:
+            self.close(lease)
+            segment.used_at = used_at
 
     def check_sealed(self, refs: Iterable[common_pb2.ObjectRef]) -> None:
         """Check that references name sealed segments whose files are there.
@@ -254,7 +250,7 @@ class Segments:
         """
         for ref in refs:
             segment = self._segments.get(ref.key)
-            if segment is None or not segment.sealed or not segment.file.path.exists():
+            if segment is None or not segment.sealed or not segment.files:
                 raise _not_found(ref.key)
 
     def refer(self, segment_keys: Iterable[str]) -> None:
@@ -275,7 +271,7 @@ class Segments:
 
         def release() -> None:
             if not segment.leases and self._doomed.pop(str(segment.file.path), None) is not None:
-                self._files.free(segment.file, reusable=segment.is_ours)
+                self._free_files(segment)
 
         draft.at_commit.append(forget)
         draft.after_ack.append(release)
@@ -323,6 +319,23 @@ class Segments:
         draft = self._database.begin()
         draft.put(Table.META, keys.join("segment", key), segment.encode())
         await self._database.commit(draft)
+
+    def add_copy(self, draft: Draft, segment: Segment, copy: SegmentFile) -> None:
+        """Record a copy on disk beside a segment in memory."""
+        segment.copy = copy
+        segment.view.disk_path = str(copy.path)
+        draft.put(Table.META, keys.join("segment", segment.key), segment.encode())
+
+    def move_down(self, draft: Draft, segment: Segment) -> None:
+        """Have a segment live on disk alone; readers of now on get that path."""
+        memory = segment.move_to_copy()
+        draft.put(Table.META, keys.join("segment", segment.key), segment.encode())
+        draft.after_ack.append(lambda: self._files.free(memory, reusable=segment.is_ours))
+
+    def _free_files(self, segment: Segment) -> None:
+        self._files.free(segment.file, reusable=segment.is_ours)
+        if segment.copy is not None:
+            self._files.free(segment.copy, reusable=False)
 
     def _check_free(self, request: pb.AllocateSegmentRequest) -> None:
         known = self._segments.get(request.key)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -19,9 +20,10 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.core.errors import DomainError, ErrorReason, not_built
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import wire
 from flexmarl.meg_store.database import Draft
+from flexmarl.meg_store.segment_fetch import read_pieces
 from flexmarl.meg_store.shard import Shard
 
 SERVICE = "flexmarl.api.meg_store.v1alpha1.MegStoreService"
@@ -88,9 +90,13 @@ class Servicer:
         """See the contract."""
         return await self._mutate(call, self.shard.runs.update_status)
 
-    async def DeleteRun(self, _call: Call, _: Context) -> pb.DeleteRunResponse:
-        """Not built."""
-        raise not_built("DeleteRun")
+    async def LoseShard(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.loss.lose, sync=True)
+
+    async def DeleteRun(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self.shard.deletion.delete(call.message, call.payload)
 
     async def AcquireTerm(self, call: Call, _: Context) -> bytes:
         """See the contract."""
@@ -152,21 +158,27 @@ class Servicer:
 
     async def CountVertices(self, call: Call, _: Context) -> pb.CountVerticesResponse:
         """See the contract."""
-        return await self.shard.queries.count_vertices(call.message)
+        counts = await self.shard.queries.count_vertices(call.message)
+        self.shard.loss.count(call.message, counts)
+        return counts
 
     async def Watch(self, call: Call, _: Context) -> AsyncIterator[bytes]:
         """See the contract; ends with DRAINING when the store stops."""
         shard, request = self.shard, call.message
         shard.runs.require(request.run_id)
         kinds = frozenset(request.kinds)
-        if pb.EVENT_KIND_VERTEX in kinds:
-            raise not_built("watching single vertices (watch their samples)")
+        if pb.EVENT_KIND_VERTEX in kinds and not shard.runs.describe(request.run_id).vertex_events:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"run {request.run_id!r} was created without vertex_events: watch its samples",
+            )
         log = shard.database.events.of(request.run_id)
         log.check_cursor(request.after_cursor)
         cursor = told = request.after_cursor
         told_at = time.monotonic()
         sign_of_life_s = shard.config.sign_of_life_s
         while not shard.database.events.closed:
+            shard.runs.require(request.run_id)  # it may be deleted meanwhile
             log.check_cursor(cursor)
             page = log.read(cursor, kinds)
             cursor = page.cursor
@@ -261,7 +273,7 @@ class Servicer:
     async def AllocateSegment(self, call: Call, _: Context) -> bytes:
         """See the contract."""
         segments = self.shard.segments
-        file = await segments.make_file(call.message)
+        file = await self.shard.tiers.make_file(call.message)
         recorded = False
 
         def build(draft: Draft, request: pb.AllocateSegmentRequest) -> pb.AllocateSegmentResponse:
@@ -294,11 +306,47 @@ class Servicer:
         """See the contract; the folder, with the request id in it, is what makes it repeatable."""
         return await self.shard.snapshots.create(call.message)
 
+    async def ReadSegment(self, call: Call, _: Context) -> AsyncIterator[pb.ReadSegmentResponse]:
+        """See the contract; waits for a checksum that is still being computed."""
+        request, segments = call.message, self.shard.segments
+        await self.shard.wait_checksum(request.key)
+        opened = segments.open(
+            pb.OpenSegmentRequest(run_id=request.run_id, key=request.key, holder=request.holder),
+            now=time.monotonic(),
+        )
+        try:
+            yield pb.ReadSegmentResponse(segment=opened)
+            async for piece in read_pieces(Path(opened.path), opened.object.size_bytes):
+                yield pb.ReadSegmentResponse(chunk=piece)
+        finally:
+            segments.close(opened.lease_id)
+
+    async def FetchSegment(self, call: Call, _: Context) -> pb.FetchSegmentResponse:
+        """See the contract. The key names the content: repeating it is harmless by itself."""
+        return await self.shard.fetches.fetch(call.message)
+
+    async def FindWholeVersions(self, call: Call, _: Context) -> pb.FindWholeVersionsResponse:
+        """See the contract."""
+        return self.shard.training.whole_versions(call.message.run_id)
+
+    async def PinVersion(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.training.pin)
+
+    async def UnpinVersion(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.training.unpin)
+
     async def GetStats(self, _call: Call, _: Context) -> pb.GetStatsResponse:
         """See the contract."""
         config = self.shard.config
+        node = self.shard.node
         return pb.GetStatsResponse(
-            shard=config.shard, numbers=self.shard.numbers(), durability=config.durability
+            shard=config.shard,
+            numbers=self.shard.numbers(),
+            durability=config.durability,
+            node_file=str(node.path),
+            node_token=node.token,
         )
 
     async def _mutate(

@@ -18,10 +18,15 @@ from flexmarl.meg_store.graph_queries import GraphQueries
 from flexmarl.meg_store.graph_writes import GraphWrites
 from flexmarl.meg_store.micro_batches import MicroBatches
 from flexmarl.meg_store.objects import Objects
+from flexmarl.meg_store.pins import Pins
 from flexmarl.meg_store.queries import Queries
+from flexmarl.meg_store.run_deletion import RunDeletion
 from flexmarl.meg_store.runs import Runs
-from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFiles
+from flexmarl.meg_store.segment_fetch import SegmentFetches
+from flexmarl.meg_store.segment_files import DISK, MEMORY, NodeFile, SegmentFiles
+from flexmarl.meg_store.segment_tiers import SegmentTiers, StateCopies
 from flexmarl.meg_store.segments import Segments
+from flexmarl.meg_store.shard_loss import ShardLoss
 from flexmarl.meg_store.snapshots import Snapshots
 from flexmarl.meg_store.training import Training
 from flexmarl.meg_store.vertex_listing import VertexListing
@@ -77,6 +82,7 @@ class Shard:
             memory_bytes=config.memory_tier_bytes,
             pool_bytes=config.reuse_pool_bytes,
         )
+        self.node = NodeFile(config.memory_dir)
         self.segments = Segments(
             self.database,
             self.runs,
@@ -84,8 +90,28 @@ class Shard:
             shard=config.shard,
             background=self._start_checksum,
         )
+        self.tiers = SegmentTiers(
+            self.database, self.segments, self.files, durably=config.durability == "fsync"
+        )
+        self._copies = StateCopies(self.segments, self.tiers)
         self.training = Training(
-            self.database, self.runs, self.segments, retain_versions=config.retain_versions
+            self.database,
+            self.runs,
+            self.segments,
+            Pins(self.database, max_ttl_s=config.lease_max_s),
+            retain_versions=config.retain_versions,
+            on_commit=self._committed,
+        )
+        self.loss = ShardLoss(self.database, self.runs)
+        self.fetches = SegmentFetches(self.database, self.segments, self.tiers)
+        self.deletion = RunDeletion(
+            self.database,
+            self.runs,
+            self.objects,
+            shard=config.shard,
+            segments=self.segments,
+            forget=(self.training.forget, self.claims.forget, self.graph.forget),
+            start=start,
         )
         self.snapshots = Snapshots(
             self.database, self.segments, folder=config.data_dir / "snapshots", shard=config.shard
@@ -102,10 +128,12 @@ class Shard:
         for key in self.segments.without_checksum():
             self._start_checksum(key)
         self._start("store sweeper", self._sweep())
+        self._start("copies of states to disk", self._copies.run())
 
     async def close(self) -> None:
         """Write what is queued, release the database and the pages that nothing names."""
         await self.database.close()
+        self.node.remove()
         self.files.close()
 
     async def _claim_name(self) -> None:
@@ -142,7 +170,13 @@ class Shard:
             "memory_tier_bytes": self.files.used_bytes[MEMORY],
             "disk_tier_bytes": self.files.used_bytes[DISK],
             "pool_bytes": self.files.pool_bytes,
+            "segments_spilled": self.tiers.num_spilled,
         }
+
+    def _committed(self, run_id: str, version: int, segment_keys: frozenset[str]) -> None:
+        every = self.config.state_to_disk_every
+        if every and version % every == 0:
+            self._copies.want(run_id, version, segment_keys)
 
     def _start_checksum(self, key: str) -> None:
         self._checksums[key] = asyncio.Event()
@@ -166,5 +200,7 @@ class Shard:
             except DomainError as error:  # a full queue: the next round is early enough
                 _log.warning("sweep_put_off", reason=error.reason.value)
                 continue
+            if objects:
+                await self.database.compact([(Table.BLOBS, None, None)])
             if objects or segments:
                 _log.info("swept", objects=objects, segments=segments)

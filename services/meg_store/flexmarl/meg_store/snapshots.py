@@ -22,7 +22,8 @@ from flexmarl.core.ids import check_name
 from flexmarl.meg_store.backend import Backend, Batch, Table
 from flexmarl.meg_store.database import Database
 from flexmarl.meg_store.objects import ObjectRecord
-from flexmarl.meg_store.segments import Segment, Segments
+from flexmarl.meg_store.segment_record import Segment
+from flexmarl.meg_store.segments import Segments
 from flexmarl.runtime.server import write_json_atomically
 
 LIST_NAME: Final = "snapshot.json"

@@ -7,16 +7,18 @@ the next manifest. After either, segments that nothing needs any more are freed 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core import fencing, retention
 from flexmarl.core import store_keys as keys
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft
+from flexmarl.meg_store.pins import Pins
 from flexmarl.meg_store.runs import RunEntry, Runs
 from flexmarl.meg_store.segments import Segments
 
@@ -38,28 +40,24 @@ class Training:
     """State directory and manifests of the runs whose home is here."""
 
     def __init__(
-        self, database: Database, runs: Runs, segments: Segments, *, retain_versions: int
+        self,
+        database: Database,
+        runs: Runs,
+        segments: Segments,
+        pins: Pins,
+        *,
+        retain_versions: int,
+        on_commit: Callable[[str, int, frozenset[str]], None],
     ) -> None:
         self._database = database
         self._runs = runs
         self._segments = segments
+        self._pins = pins
         self._retain_versions = retain_versions
+        self._on_commit = on_commit
         self._books: dict[str, _Books] = {}
         for run_id in runs.ids():
-            books = self._of(run_id)
-            newest = database.backend.scan(
-                Table.META,
-                keys.prefix("manifest", run_id),
-                keys.after(keys.prefix("manifest", run_id)),
-                reverse=True,
-            )
-            for (_, value), _ in zip(newest, range(retain_versions), strict=False):
-                manifest = graph_pb2.Manifest.FromString(value)
-                books.manifests[manifest.version] = _keys_of_manifest(manifest)
-                segments.refer(books.manifests[manifest.version])
-            for state in self._stored_states(run_id):
-                books.saved[state.policy, state.version] = _keys_of_state(state)
-                segments.refer(_keys_of_state(state))
+            self._read_books(run_id)
 
     def save_state(self, draft: Draft, request: pb.SaveStateRequest) -> pb.SaveStateResponse:
         """Write a state record.
@@ -114,7 +112,48 @@ class Training:
         self._segments.refer(named)
         manifests = {**books.manifests, manifest.version: named}
         self._retire(draft, entry, manifests, books.saved)
+        draft.after_ack.append(lambda: self._on_commit(entry.run_id, manifest.version, named))
         return pb.CommitResponse()
+
+    def pin(self, draft: Draft, request: pb.PinVersionRequest) -> pb.PinVersionResponse:
+        """Keep a version, and with it all later ones, until a deadline.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, NOT_FOUND for a version that is not kept any more.
+            ValueError: `ttl_s` is out of range.
+        """
+        entry = self._runs.require(request.run_id)
+        self._runs.require_home(entry)
+        if request.version not in self._of(request.run_id).manifests:
+            raise DomainError(
+                ErrorReason.NOT_FOUND,
+                f"run {request.run_id!r} keeps no state of version {request.version}",
+                {"version": str(request.version)},
+            )
+        return pb.PinVersionResponse(pin_id=self._pins.add(draft, request))
+
+    def unpin(self, draft: Draft, request: pb.UnpinVersionRequest) -> pb.UnpinVersionResponse:
+        """Give a pin up."""
+        self._pins.remove(draft, request.run_id, request.pin_id)
+        return pb.UnpinVersionResponse()
+
+    def whole_versions(self, run_id: str) -> pb.FindWholeVersionsResponse:
+        """Versions that the run could return to now.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT away from the home shard.
+        """
+        self._runs.require_home(self._runs.require(run_id))
+        manifests = self._of(run_id).manifests
+        whole = (v for v in manifests if self._segments.is_whole(manifests[v]))
+        return pb.FindWholeVersionsResponse(
+            newest_whole=max(whole, default=None), newest_on_disk=self._newest_on_disk(manifests)
+        )
+
+    def forget(self, run_id: str) -> None:
+        """Drop what is remembered of a deleted run."""
+        self._books.pop(run_id, None)
+        self._pins.forget(run_id)
 
     def unfinished_checksums(self, manifest: graph_pb2.Manifest) -> list[str]:
         """Keys of named segments whose checksum is still being computed: a commit waits for it."""
@@ -168,6 +207,8 @@ class Training:
                 for (policy, version), named in sorted(saved.items())
             ],
             retain_versions=self._retain_versions,
+            on_disk=self._newest_on_disk(manifests),
+            pinned=self._pins.versions(run_id),
         )
         for policy, version in sorted(set(saved) - kept.records):
             draft.delete(Table.META, keys.numbered(version, "state", run_id, policy))
@@ -178,11 +219,29 @@ class Training:
 
         def keep() -> None:
             books = self._of(run_id)
-            newest = sorted(manifests)[-self._retain_versions :]
-            books.manifests = {version: manifests[version] for version in newest}
+            books.manifests = {v: named for v, named in manifests.items() if v >= kept.floor}
             books.saved = {key: saved[key] for key in saved if key in kept.records}
 
         draft.at_commit.append(keep)
+
+    def _newest_on_disk(self, manifests: Mapping[int, frozenset[str]]) -> int | None:
+        newest_first = sorted(manifests, reverse=True)
+        return next((v for v in newest_first if self._segments.is_on_disk(manifests[v])), None)
+
+    def _read_books(self, run_id: str) -> None:
+        books = self._of(run_id)
+        for state in self._stored_states(run_id):
+            books.saved[state.policy, state.version] = _keys_of_state(state)
+            self._segments.refer(_keys_of_state(state))
+        prefix = keys.prefix("manifest", run_id)
+        newest = self._database.backend.scan(Table.META, prefix, keys.after(prefix), reverse=True)
+        for number, (_, value) in enumerate(newest):
+            manifest = graph_pb2.Manifest.FromString(value)
+            named = _keys_of_manifest(manifest)
+            if number >= self._retain_versions and not self._segments.are_known(named):
+                return  # retired, and so are all older ones
+            books.manifests[manifest.version] = named
+            self._segments.refer(named)
 
     def _of(self, run_id: str) -> _Books:
         return self._books.setdefault(run_id, _Books())

@@ -20,6 +20,8 @@ class OrchestratorConfig(ServiceConfig):
     """Addresses of the Trainers."""
     store_patience_s: float = Field(default=60.0, gt=0)
     """How long a store that does not answer is waited for; then the run fails, resumable."""
+    shard_patience_s: float = Field(default=600.0, gt=0)
+    """The same for a store shard that is not the run's home: the run goes on when it is back."""
     service_patience_s: float = Field(default=60.0, gt=0)
     """How long a dispatcher or trainer that does not answer is waited for."""
     confirm_term_s: float = Field(default=5.0, gt=0)

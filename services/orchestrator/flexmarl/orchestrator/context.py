@@ -11,8 +11,9 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
 from flexmarl.api.rollout.v1alpha1 import rollout_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.batch_metrics import StepClock, TrainMeans
+from flexmarl.core.dataset_order import DatasetOrder
 from flexmarl.core.ids import is_evaluation
 from flexmarl.orchestrator.calls import fenced
 from flexmarl.runtime.dataset import Queries
@@ -27,7 +28,7 @@ class RunContext:
         run_id: Run.
         term: This orchestrator's term.
         config: The run's configuration.
-        store: Its home shard.
+        store: Its shards.
         home: Address of the home shard, as this orchestrator knows it.
         queries: Its queries, held-out ones apart.
         manifest: Newest committed manifest; None before version 0.
@@ -44,7 +45,7 @@ class RunContext:
     run_id: str
     term: int
     config: RunConfig
-    store: StoreClient
+    store: RunStore
     home: common_pb2.ShardAddress
     queries: Queries
     manifest: graph_pb2.Manifest | None = None
@@ -60,7 +61,18 @@ class RunContext:
     @property
     def shards(self) -> Sequence[common_pb2.ShardAddress]:
         """The run's store shards, for the other services."""
-        return (self.home,)
+        return self.store.addresses
+
+    @property
+    def order(self) -> DatasetOrder:
+        """Order of the dataset."""
+        dataset = self.config.dataset
+        return DatasetOrder(
+            len(self.queries.training),
+            seed=self.config.seed,
+            shuffle=dataset.shuffle,
+            epochs=dataset.epochs,
+        )
 
     def query_of(self, group_id: str) -> bytes:
         """The query of an admitted group."""

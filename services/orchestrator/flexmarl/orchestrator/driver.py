@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexmarl.core.dataset_order import DatasetOrder
 from flexmarl.core.errors import DomainError
 from flexmarl.core.run import RunCore
 from flexmarl.core.run_effects import (
@@ -103,16 +102,10 @@ class Driver:
         confirm_term_s: float,
         cache_dir: Path,
     ) -> None:
-        order = DatasetOrder(
-            len(context.queries.training),
-            seed=context.config.seed,
-            shuffle=context.config.dataset.shuffle,
-            epochs=context.config.dataset.epochs,
-        )
         rules = rules_of(
             context.config, trainers=sorted(trainers), num_held_out=len(context.queries.held_out)
         )
-        self.core = RunCore(rules, order, stored)
+        self.core = RunCore(rules, context.order, stored)
         self._context = context
         self._rollout = rollout
         self._trainers = trainers

@@ -11,13 +11,13 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
 from flexmarl.client.enums import RUN_STATUS
 from flexmarl.client.rollout import RolloutClient
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError
 from flexmarl.core.fencing import ORCHESTRATOR_SCOPE
 from flexmarl.core.run_effects import EndRun
 from flexmarl.core.states import RunStatus
-from flexmarl.core.training_rows import RunFailure
+from flexmarl.core.training_rows import Row, RunFailure
 from flexmarl.orchestrator.calls import TakenOverError, fenced
 from flexmarl.orchestrator.config import OrchestratorConfig
 from flexmarl.orchestrator.context import RunContext
@@ -32,6 +32,7 @@ from flexmarl.orchestrator.progress import bounds_of, describe
 from flexmarl.orchestrator.recovery import read_stored_run
 from flexmarl.orchestrator.rollout_effects import RolloutEffects
 from flexmarl.orchestrator.rules import parse_config
+from flexmarl.orchestrator.shard_loss import lost_shard
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
 from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
 from flexmarl.runtime.logging import get_logger
@@ -50,7 +51,7 @@ class LiveRun:
     Args:
         run: The stored run.
         home: Its home shard, at the address that is right now.
-        store: Client of it; closed with the run.
+        store: Client of its shards; closed with the run.
         config: Of the service.
         rollout: Client of the dispatcher.
         trainers: Clients of the trainers.
@@ -61,7 +62,7 @@ class LiveRun:
         self,
         run: graph_pb2.Run,
         home: common_pb2.ShardAddress,
-        store: StoreClient,
+        store: RunStore,
         *,
         config: OrchestratorConfig,
         rollout: RolloutClient,
@@ -127,8 +128,7 @@ class LiveRun:
     async def drive(self) -> None:
         """Drive the run until it ends, whatever happens; its last state is in the store then."""
         try:
-            end = await self._drive()
-            await self._finish(end)
+            await self._finish(await self._drive())
         except TakenOverError as error:
             self.taken_over = True
             _log.warning("taken_over", run=self.run_id, why=str(error))
@@ -140,6 +140,31 @@ class LiveRun:
         self.ended.set()
 
     async def _drive(self) -> EndRun:
+        """Drive the run to its end; over fewer shards, and a new term, where one is lost."""
+        while True:
+            try:
+                end = await self._drive_term()
+            except DomainError as error:
+                shard = lost_shard(self.store, reason=error.reason, metadata=error.metadata)
+                if shard is None:
+                    raise
+            else:
+                failure = end.failure or RunFailure(reason="", message="")
+                shard = lost_shard(self.store, reason=failure.reason, metadata=failure.metadata)
+                if shard is None:
+                    return end
+            await self._lose_shard(shard)
+
+    async def _lose_shard(self, shard: str) -> None:
+        _log.warning("shard_lost", run=self.run_id, shard=shard)
+        # What the other services have under way may wait for it: they begin anew.
+        await self._let_go()
+        term = 0 if self._context is None else self._context.term
+        with fenced():
+            run = await self.store.lose_shard(self.run_id, shard, term=term)
+        self.store.mark_lost(run.lost_shards)
+
+    async def _drive_term(self) -> EndRun:
         term = await self.store.acquire_term(self.run_id, ORCHESTRATOR_SCOPE, holder="orchestrator")
         await self.store.update_run_status(
             self.run_id,
@@ -155,9 +180,15 @@ class LiveRun:
             home=self.home,
             queries=Queries(),
         )
-        self._context = context
+        known_rows: dict[str, tuple[Row, ...]] = {}
+        if self._context is not None:
+            context.reports = self._context.reports
+        if self._driver is not None and self._driver.core.batch is not None:
+            batch = self._driver.core.batch
+            known_rows = {name: group.rows for name, group in batch.groups.items()}
+        self._context, self._driver = context, None
         context.queries = await self._read_queries()
-        stored = await read_stored_run(context)
+        stored = await read_stored_run(context, known_rows=known_rows)
         rollout, trainers = self._clients
         driver = Driver(
             context,

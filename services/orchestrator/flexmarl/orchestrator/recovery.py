@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -12,15 +14,24 @@ from flexmarl.core.dataset_order import Cursor
 from flexmarl.core.run_effects import GroupSpec
 from flexmarl.core.run_events import StoredGroup, StoredRecord, StoredRun
 from flexmarl.core.states import GroupStatus
-from flexmarl.core.training_rows import SampleFact
+from flexmarl.core.training_rows import Row, SampleFact
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import DONE, cursor_of, row_of, sample_fact, state_fact
+from flexmarl.orchestrator.shard_loss import settle_losses
 
 _NOT_VOID = common_pb2.VOID_REASON_UNSPECIFIED
+_NO_ROWS: Mapping[str, Collection[Row]] = MappingProxyType({})
 
 
-async def read_stored_run(context: RunContext) -> StoredRun:
-    """Reads what the store holds, and remembers in the context what effects will need of it."""
+async def read_stored_run(
+    context: RunContext, *, known_rows: Mapping[str, Collection[Row]] = _NO_ROWS
+) -> StoredRun:
+    """Reads what the store holds, and remembers in the context what effects will need of it.
+
+    Args:
+        context: The run.
+        known_rows: Finished rows of groups that this process has seen; for those that were lost.
+    """
     store, run_id = context.store, context.run_id
     context.manifest = await store.get_manifest(run_id)
     for policy in sorted(context.config.policies):
@@ -36,6 +47,8 @@ async def read_stored_run(context: RunContext) -> StoredRun:
         store.list_samples(run_id, batch=batch),
         store.list_micro_batches(run_id, batch=batch),
     )
+    if store.lost:
+        await settle_losses(context, groups, records, known_rows=known_rows)
     metas = [
         vertex.meta
         async for vertex in store.list_vertices(run_id, pb.VertexFilter(batch=batch, status=DONE))
@@ -45,12 +58,16 @@ async def read_stored_run(context: RunContext) -> StoredRun:
     context.query_index.update((group.group_id, group.query_index) for group in groups)
     context.micro_batches.update((record.micro_batch_id, record) for record in records)
     void = {meta.vertex_id for meta in metas if meta.void_reason != _NOT_VOID}
+    alive = {"", *store.shards}
+    ledgers = {name for state in context.states.values() for name in state.ledger}
     return StoredRun(
         version=batch,
         cursor=cursor_of(context.manifest.cursor) if context.manifest else Cursor(),
-        groups=tuple(_group(group, metas, shard=context.home.name) for group in groups),
+        groups=tuple(
+            _group(group, metas, shard=store.shard_of(group.group_id)) for group in groups
+        ),
         samples=tuple(sample_fact(sample) for sample in samples),
-        records=tuple(_record(record, void) for record in records),
+        records=tuple(_record(each, void, alive=alive, ledgers=ledgers) for each in records),
         states=states,
         evaluated=evaluated,
     )
@@ -74,7 +91,9 @@ def _group(group: graph_pb2.Group, metas: list[graph_pb2.VertexMeta], *, shard: 
             ordinal=group.ordinal,
             query_index=group.query_index,
             replaces=group.replaces_group_id,
+            repeats=group.repeats_query,
         ),
+        lost=bool(group.lost_shard),
         status=status,
         rows=tuple(row_of(meta, shard=shard) for meta in own) if ended else (),
         claimable=frozenset(
@@ -85,11 +104,19 @@ def _group(group: graph_pb2.Group, metas: list[graph_pb2.VertexMeta], *, shard: 
     )
 
 
-def _record(record: graph_pb2.MicroBatch, void: set[str]) -> StoredRecord:
-    vertex_ids = tuple(ref.vertex_id for ref in record.rows)
+def _record(
+    record: graph_pb2.MicroBatch,
+    void: set[str],
+    *,
+    alive: Collection[str],
+    ledgers: Collection[str],
+) -> StoredRecord:
+    # The rows of a record are void together; where all went with a shard, the ledger tells.
+    here = [ref.vertex_id for ref in record.rows if ref.shard in alive]
+    voided = here[0] in void if here else record.micro_batch_id not in ledgers
     return StoredRecord(
         micro_batch_id=record.micro_batch_id,
         policy=record.policy,
-        vertex_ids=vertex_ids,
-        voided=bool(vertex_ids) and vertex_ids[0] in void,
+        vertex_ids=tuple(ref.vertex_id for ref in record.rows),
+        voided=voided,
     )

@@ -10,7 +10,7 @@ from typing import Final
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
 from flexmarl.client.rollout import RolloutClient
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorReason, not_built
 from flexmarl.orchestrator.config import OrchestratorConfig
@@ -93,7 +93,7 @@ class Runs:
             if known is not None and not known.ended.is_set():
                 return known.progress
             self._refuse_second(run_id)
-            store = StoreClient.connect(home.address, patience_s=self._config.store_patience_s)
+            store = RunStore.over([home], patience_s=self._config.store_patience_s)
             try:
                 live = await self._open(run_id, home, store, resume=resume, config_json=config_json)
             except BaseException:
@@ -174,7 +174,7 @@ class Runs:
         self,
         run_id: str,
         home: common_pb2.ShardAddress,
-        store: StoreClient,
+        store: RunStore,
         *,
         resume: bool,
         config_json: bytes,
@@ -183,8 +183,9 @@ class Runs:
         if config_json:
             check_changes(run.config_json, config_json)
             run.config_json = config_json  # stored once the run's term is held
-        if len(run.shards) > 1:
-            raise not_built(f"run {run_id!r}: a run on {len(run.shards)} store shards")
+        # The home shard is where it answers now; the others are where the run was stored with.
+        others = run.shards[1:]
+        store.use_shards([home, *others], patience_s=self._config.shard_patience_s)
         live = LiveRun(
             run,
             home,

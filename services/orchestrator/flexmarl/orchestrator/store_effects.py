@@ -46,9 +46,9 @@ RecordOf = Callable[[Commit, pb.CountVerticesResponse], graph_pb2.BatchRecord]
 
 
 class StoreEffects:
-    """Executes effects on the home shard.
+    """Executes effects on the run's shards.
 
-    Every call repeats itself while the store is away (`StoreClient`) and changes nothing when it is
+    Every call repeats itself while a store is away (`RunStore`) and changes nothing when it is
     repeated after it took effect.
 
     Args:
@@ -134,8 +134,8 @@ class StoreEffects:
         if not refs:
             return Counted((), voided_by_reason(self._counts))
         vertices = await context.store.get_vertices(context.run_id, refs, view=pb.VERTEX_VIEW_META)
-        shard = context.home.name
-        return Counted(tuple(row_of(vertex.meta, shard=shard) for vertex in vertices))
+        shard_of = context.store.shard_of
+        return Counted(tuple(row_of(v.meta, shard=shard_of(v.meta.group_id)) for v in vertices))
 
     async def commit(self, effect: Commit) -> None:
         """Write the manifest; a repeated commit of this orchestrator is the same one."""
@@ -197,13 +197,13 @@ class StoreEffects:
 
     async def _read(self, chosen: pb.VertexFilter, into: dict[str, list[Row]]) -> None:
         context = self._context
-        shard = context.home.name
+        shard_of = context.store.shard_of
         pages = context.store.list_vertices(context.run_id, chosen, page_size=READ_PAGE)
         async for vertex in pages:
             meta = vertex.meta
             rows = into.get(meta.group_id)
             if rows is not None and meta.kind == common_pb2.VERTEX_KIND_AGENT:
-                rows.append(row_of(meta, shard=shard))
+                rows.append(row_of(meta, shard=shard_of(meta.group_id)))
 
     def _num_samples(self, group_id: str) -> int:
         config = self._context.config
@@ -222,5 +222,6 @@ class StoreEffects:
             num_samples=self._num_samples(spec.group_id),
             status=common_pb2.GROUP_STATUS_OPEN,
             replaces_group_id=spec.replaces,
+            repeats_query=spec.repeats,
             opened_unix_ns=now_ns,
         )

@@ -9,6 +9,7 @@ from typing import Any, Final
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError, NotFoundError
+from flexmarl.core.errors import ErrorReason
 from flexmarl.core.run_events import FatalReported, SampleChanged, StopRequested
 from flexmarl.core.training_rows import RunFailure
 from flexmarl.orchestrator.context import RunContext
@@ -19,7 +20,7 @@ _KINDS: Final = (pb.EVENT_KIND_SAMPLE, pb.EVENT_KIND_RUN)
 
 
 async def watch_store(context: RunContext, inbox: Inbox) -> None:
-    """Brings news of samples; resumes by itself (`StoreClient.watch`).
+    """Brings news of samples; resumes by itself (`RunStore.watch`).
 
     Waits for the store; freed by the driver, which cancels it at the end of the run.
     """
@@ -29,12 +30,22 @@ async def watch_store(context: RunContext, inbox: Inbox) -> None:
             if event.kind == pb.EVENT_KIND_SAMPLE:
                 if event.sample.batch >= first_batch:
                     await inbox.put(SampleChanged(sample_fact(event.sample)))
+            elif lost := set(event.run.lost_shards) & set(context.store.shards):
+                inbox.push(FatalReported(_lost(min(lost))))
             elif event.run.status == common_pb2.RUN_STATUS_STOPPED:
                 # Somebody stopped it without this orchestrator. Old news of an earlier stop come
                 # from before the present term: the store's present state decides.
                 run = await context.store.get_run(context.run_id)
                 if run.status == common_pb2.RUN_STATUS_STOPPED:
                     inbox.push(StopRequested(finish_batch=False))
+
+
+def _lost(shard: str) -> RunFailure:
+    return RunFailure(
+        reason=ErrorReason.SHARD_LOST.value,
+        message=f"store shard {shard!r} was given up",
+        metadata={"shard": shard},
+    )
 
 
 async def watch_status(

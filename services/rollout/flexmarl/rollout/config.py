@@ -35,7 +35,9 @@ class RolloutConfig(ServiceConfig):
     host_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """Dispatcher: how long a lost engine host may take to come back before its attempts fail."""
     store_patience_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long calls of the MEG Store are repeated while it is unavailable."""
+    """How long calls of a run's home store are repeated while it is unavailable."""
+    shard_patience_s: Annotated[float, Field(gt=0)] = 900.0
+    """The same for its other shards; longer than the orchestrator's, who decides over a loss."""
     worker_restarts: Annotated[int, Field(ge=0)] = 3
     """Dispatcher: how often one sample may crash its worker before the sample fails."""
     engine: str | None = None

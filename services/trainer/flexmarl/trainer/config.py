@@ -99,7 +99,9 @@ class TrainerConfig(ServiceConfig):
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait of a rank for the others."""
     store_patience_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long calls of the MEG Store are repeated while it is unavailable."""
+    """How long calls of a run's home store are repeated while it is unavailable."""
+    shard_patience_s: Annotated[float, Field(gt=0)] = 900.0
+    """The same for its other shards; longer than the orchestrator's, who decides over a loss."""
     max_queued_per_policy: Annotated[int, Field(ge=1)] = 16
     """Most operations of one policy that wait; further ones are refused with QUEUE_FULL."""
     max_operations: Annotated[int, Field(ge=16)] = 1024

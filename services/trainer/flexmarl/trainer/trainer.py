@@ -12,7 +12,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.client.bundle import materialise
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.seeds import derive
 from flexmarl.core.trainer_slots import Claim, PolicyKey, SlotTable
@@ -41,8 +41,7 @@ class OpenRun:
     config: RunConfig
     models: dict[str, Path]
     package: Path | None
-    stores: dict[str, StoreClient]
-    home: StoreClient
+    store: RunStore
 
 
 class Trainer:
@@ -114,7 +113,7 @@ class Trainer:
             self._table.forget_run(run_id)
             self._budgets = {key: b for key, b in self._budgets.items() if key.run_id != run_id}
             del self._runs[run_id]
-            await asyncio.gather(*(store.close() for store in run.stores.values()))
+            await run.store.close()
         self._run_locks.pop(run_id, None)
 
     async def bind(
@@ -155,7 +154,7 @@ class Trainer:
         run = self._run(run_id)
         self._check_policy(run, policy, slots)
         self._table.check_slots(slots)
-        state = await run.home.get_state(run_id, policy)
+        state = await run.store.get_state(run_id, policy)
         if state is None or not state.HasField("master"):
             return trainer_pb2.PrefetchResult()
         ranks = self._ranks(slots)
@@ -178,7 +177,7 @@ class Trainer:
         self, run_id: str, rows: Sequence[common_pb2.VertexRef]
     ) -> Coroutine[None, None, Sequence[graph_pb2.Vertex]]:
         """Returns a reader of rows, in order, from the shards that hold them."""
-        return _fetch(self._run(run_id), rows)
+        return self._run(run_id).store.get_vertices(run_id, rows)
 
     def status(self) -> trainer_pb2.TrainerStatus:
         """Returns slots and what they do; the clock is the servicer's."""
@@ -191,7 +190,7 @@ class Trainer:
     async def close(self) -> None:
         """Closes store connections; the workers end with their owner."""
         for run in self._runs.values():
-            await asyncio.gather(*(store.close() for store in run.stores.values()))
+            await run.store.close()
 
     def _slot_status(self, slot: str) -> trainer_pb2.SlotStatus:
         worker = self._pool.workers[slot]
@@ -225,7 +224,7 @@ class Trainer:
     def _segments(self, run: OpenRun, policy: str, *, term: int) -> StateSegments:
         config = run.config.policies[policy]
         return StateSegments(
-            run.home,
+            run.store,
             SegmentNames(run_id=run.run_id, policy=policy, term=term),
             tier=config.trainer.tier,
             weights_dtype=config.rollout.dtype,
@@ -242,7 +241,7 @@ class Trainer:
             package_path=str(run.package) if ":" in config.loss.kind else "",
             init_seed=derive(run.config.seed, "init", policy),
             ranks=self._ranks(claim.slots),
-            store=run.home,
+            store=run.store,
             segments=self._segments(run, policy, term=claim.term),
             budget=self._budgets.setdefault(claim.key, PassBudget()),
             spans=self._spans,
@@ -254,28 +253,26 @@ class Trainer:
     async def _read_run(
         self, run_id: str, *, term: int, shards: Sequence[common_pb2.ShardAddress]
     ) -> OpenRun:
-        if not shards:
-            raise DomainError(ErrorReason.INVALID_ARGUMENT, f"run {run_id}: no store shard given")
-        stores = {
-            shard.name: StoreClient.connect(shard.address, patience_s=self._config.store_patience_s)
-            for shard in shards
-        }
-        home = stores[shards[0].name]
+        store = RunStore.over(
+            shards,
+            patience_s=self._config.store_patience_s,
+            shard_patience_s=self._config.shard_patience_s,
+        )
         try:
-            stored = await home.get_run(run_id)
+            stored = await store.get_run(run_id)
             config = RunConfig.model_validate_json(stored.config_json)
             cache = self._config.data_dir / "models"
             models = {
-                name: await materialise(home, ref, cache)
+                name: await materialise(store, ref, cache)
                 for name, ref in sorted(stored.models.items())
             }
             package = None
             if any(":" in policy.loss.kind for policy in config.policies.values()):
                 package = await materialise(
-                    home, stored.workflow_bundle, self._config.data_dir / "packages"
+                    store, stored.workflow_bundle, self._config.data_dir / "packages"
                 )
         except BaseException:
-            await asyncio.gather(*(store.close() for store in stores.values()))
+            await store.close()
             raise
         return OpenRun(
             run_id=run_id,
@@ -283,8 +280,7 @@ class Trainer:
             config=config,
             models=models,
             package=package,
-            stores=stores,
-            home=home,
+            store=store,
         )
 
     def _check_policy(self, run: OpenRun, policy: str, slots: Sequence[str]) -> None:
@@ -312,31 +308,6 @@ class Trainer:
                 {"run": run_id},
             )
         return run
-
-
-async def _fetch(run: OpenRun, rows: Sequence[common_pb2.VertexRef]) -> Sequence[graph_pb2.Vertex]:
-    by_shard: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        by_shard.setdefault(row.shard, []).append(index)
-    unknown = sorted(set(by_shard) - set(run.stores))
-    if unknown:
-        raise DomainError(
-            ErrorReason.SHARD_NOT_FOUND,
-            f"run {run.run_id} has no shard {unknown[0]!r}",
-            {"shard": unknown[0]},
-        )
-    parts = await asyncio.gather(
-        *(
-            run.stores[shard].get_vertices(run.run_id, [rows[index] for index in indexes])
-            for shard, indexes in by_shard.items()
-        )
-    )
-    if len(parts) == 1:
-        return parts[0]
-    found: dict[int, graph_pb2.Vertex] = {}
-    for indexes, vertices in zip(by_shard.values(), parts, strict=True):
-        found.update(zip(indexes, vertices, strict=True))
-    return [found[index] for index in range(len(rows))]
 
 
 def _check_run_term(run: OpenRun, term: int) -> None:

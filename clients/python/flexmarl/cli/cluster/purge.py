@@ -50,9 +50,9 @@ def _free_memory(folder: ClusterFolder) -> int:
     if not memory.is_absolute() or not memory.is_dir():
         return 0
     freed = 0
-    for segment in memory.glob("*.seg"):
-        freed += _size(segment)
-        segment.unlink(missing_ok=True)
+    for file in (*memory.glob("*.seg"), memory / "node"):
+        freed += _size(file)
+        file.unlink(missing_ok=True)
     with suppress(OSError):
         memory.rmdir()
     return freed

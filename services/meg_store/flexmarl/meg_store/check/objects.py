@@ -12,7 +12,7 @@ from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Backend, Table
 from flexmarl.meg_store.check.report import CheckReport
 from flexmarl.meg_store.objects import ObjectRecord, piece_key
-from flexmarl.meg_store.segments import Segment
+from flexmarl.meg_store.segment_record import Segment
 
 
 def check_objects(backend: Backend, references: Counter[str], report: CheckReport) -> None:

@@ -55,7 +55,7 @@ def _check(backend: Backend, folder: Path, report: CheckReport) -> None:
         for _, value in backend.scan(Table.META, prefix, keys.after(prefix))
     ]
     shard = _shard_of(backend)
-    references = Counter(key for run in runs for key in object_keys(run))
+    references = Counter(key for run in runs for key in object_keys(run, shard=shard))
     rows_readable = not {Table.ROWS, Table.PAYLOADS, Table.GRAPH, Table.MARKS} & set(unreadable)
     for run in runs:
         report.checked["runs"] += 1

@@ -11,7 +11,7 @@ from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Run as RunRow
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import WorkerSetup
 from flexmarl.client.bundle import materialise
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
@@ -61,7 +61,8 @@ class RunOpener:
             DomainError: RUN_NOT_FOUND, MODEL_INVALID, NOT_ENOUGH_INSTANCES, UNAVAILABLE.
         """
         patience_s = self._config.store_patience_s
-        store = StoreClient.connect(shards[0].address, patience_s=patience_s)
+        shard_patience_s = self._config.shard_patience_s
+        store = RunStore.over(shards, patience_s=patience_s, shard_patience_s=shard_patience_s)
         try:
             row = await store.get_run(run_id)
             config = _parse(row)
@@ -71,7 +72,7 @@ class RunOpener:
             await store.close()
             raise
 
-    async def _set_up(self, store: StoreClient, row: RunRow) -> WorkerSetup:
+    async def _set_up(self, store: RunStore, row: RunRow) -> WorkerSetup:
         cache = self._config.data_dir / "cache"
         folder = await materialise(store, row.workflow_bundle, cache)
         # One after the other: policies often share a base model, and then one unpacks it.
@@ -85,7 +86,7 @@ class RunOpener:
 
     def _build(
         self,
-        store: StoreClient,
+        store: RunStore,
         row: RunRow,
         config: RunConfig,
         setup: WorkerSetup,
@@ -103,12 +104,16 @@ class RunOpener:
             max_crashes=self._config.worker_restarts,
         )
         run.term = term
+        # Home and others are written together: the more patient one decides when rows are late.
+        patience_s = self._config.store_patience_s
+        if len(shards) > 1:
+            patience_s = max(patience_s, self._config.shard_patience_s)
         writer = GraphWriter(
             store,
             run_id=row.run_id,
             term=lambda: run.term,
             on_trouble=run.trouble,
-            patience_s=self._config.store_patience_s,
+            patience_s=patience_s,
         )
         instances = InstanceBook()
         parts: dict[str, Any] = {"hosts": self._hosts, "instances": instances}

@@ -13,7 +13,7 @@ from typing import Final
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
 from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.admission import Admission
 from flexmarl.core.errors import DomainError
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
@@ -56,7 +56,7 @@ class Run:
         run_id: str,
         *,
         config: RunConfig,
-        store: StoreClient,
+        store: RunStore,
         background: Background,
         spans: SpanRecorder,
         span_dir: Path,

@@ -12,7 +12,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     ConnectEngineHostResponse,
     HostHello,
 )
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.engine_host import EngineHost
 from flexmarl.core.engine_host_events import EngineHostConfig
 from flexmarl.rollout.config import RolloutConfig
@@ -22,7 +22,7 @@ from flexmarl.rollout.host.dispatcher_link import DispatcherLink
 from flexmarl.rollout.host.driver import InstanceDriver
 from flexmarl.rollout.host.launcher import Launcher
 from flexmarl.rollout.host.outbox import Outbox
-from flexmarl.rollout.host.store_access import Store, StoreAccess
+from flexmarl.rollout.host.store_access import Connect, StoreAccess
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import end_leftovers
 from flexmarl.runtime.logging import get_logger
@@ -44,19 +44,19 @@ async def run(config: RolloutConfig) -> None:
     """Run an engine host until a signal; the entry point of `--role engine-host`."""
     await run_host(
         config,
-        connect_store=partial(StoreClient.connect, patience_s=config.store_patience_s),
+        connect_store=partial(RunStore.over, patience_s=config.store_patience_s),
         preload=PRELOAD,
     )
 
 
 async def run_host(
-    config: RolloutConfig, *, connect_store: Callable[[str], Store], preload: Sequence[str]
+    config: RolloutConfig, *, connect_store: Connect, preload: Sequence[str]
 ) -> None:
     """Run an engine host until a signal.
 
     Args:
         config: Of the process.
-        connect_store: Makes a client of the store at an address.
+        connect_store: Makes a client of a run's store shards.
         preload: Modules that engine processes find imported.
     """
     data_dir = config.data_dir / config.host_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,36 +36,39 @@ class Store(Protocol):
         ...
 
 
+Connect = Callable[[Sequence[ShardAddress]], Store]
+
+
 class StoreAccess:
-    """The home shard of the current plan's run.
+    """The store of the current plan's run.
 
     Args:
-        connect: Makes a client of the store at an address.
+        connect: Makes a client of a run's store shards.
         cache_dir: Where base models are unpacked.
         holder: Named with leases.
     """
 
-    def __init__(self, connect: Callable[[str], Store], *, cache_dir: Path, holder: str) -> None:
+    def __init__(self, connect: Connect, *, cache_dir: Path, holder: str) -> None:
         self._connect = connect
         self._cache_dir = cache_dir
         self._holder = holder
-        self._address = ""
+        self._addresses: tuple[tuple[str, str], ...] = ()
         self._store: Store | None = None
         self._models: dict[tuple[str, str], Path] = {}
         self._resolving = asyncio.Lock()
 
     async def use(self, shards: list[ShardAddress]) -> None:
-        """Talk to the first of these shards from now on."""
-        address = shards[0].address if shards else ""
-        if address == self._address:
+        """Talk to these shards from now on, the home shard first."""
+        addresses = tuple((shard.name, shard.address) for shard in shards)
+        if addresses == self._addresses:
             return
         await self.close()
-        self._address = address
-        self._store = self._connect(address) if address else None
+        self._addresses = addresses
+        self._store = self._connect(shards) if shards else None
 
     async def close(self) -> None:
         """Close the connection."""
-        store, self._store, self._address = self._store, None, ""
+        store, self._store, self._addresses = self._store, None, ()
         if store is not None:
             await store.close()
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)flexmarl/api/common/v1alpha1/common.proto\x12\x1c\x66lexmarl.api.common.v1alpha1\"-\n\x0cShardAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"<\n\tVertexRef\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x11\n\tvertex_id\x18\x02 \x01(\t\x12\r\n\x05\x61gent\x18\x03 \x01(\t\"M\n\tObjectRef\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\"1\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xa2\x01\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x45\n\x08metadata\x18\x03 \x03(\x0b\x32\x33.flexmarl.api.common.v1alpha1.Failure.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*s\n\nVertexKind\x12\x1b\n\x17VERTEX_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VERTEX_KIND_AGENT\x10\x01\x12\x14\n\x10VERTEX_KIND_TOOL\x10\x02\x12\x1b\n\x17VERTEX_KIND_ENVIRONMENT\x10\x03*t\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13POLICY_KIND_TRAINED\x10\x01\x12\x16\n\x12POLICY_KIND_FROZEN\x10\x02\x12\x18\n\x14POLICY_KIND_EXTERNAL\x10\x03*\xb0\x01\n\x0cVertexStatus\x12\x1d\n\x19VERTEX_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13VERTEX_STATUS_READY\x10\x01\x12\x19\n\x15VERTEX_STATUS_RUNNING\x10\x02\x12\x16\n\x12VERTEX_STATUS_DONE\x10\x03\x12\x18\n\x14VERTEX_STATUS_FAILED\x10\x04\x12\x1b\n\x17VERTEX_STATUS_CANCELLED\x10\x05*\xb0\x02\n\nVoidReason\x12\x1b\n\x17VOID_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15VOID_REASON_NO_REWARD\x10\x01\x12\x1d\n\x19VOID_REASON_SAMPLE_FAILED\x10\x02\x12\x1d\n\x19VOID_REASON_GROUP_DROPPED\x10\x03\x12\x1d\n\x19VOID_REASON_ZERO_VARIANCE\x10\x04\x12\x19\n\x15VOID_REASON_REDUNDANT\x10\x05\x12\x1f\n\x1bVOID_REASON_REPLAY_DIVERGED\x10\x06\x12\x1a\n\x16VOID_REASON_NON_FINITE\x10\x07\x12\x18\n\x14VOID_REASON_OVERLONG\x10\x08\x12\x1b\n\x17VOID_REASON_ROLLED_BACK\x10\t*\xb2\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12SAMPLE_STATUS_OPEN\x10\x01\x12\x16\n\x12SAMPLE_STATUS_DONE\x10\x02\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x03\x12\x1b\n\x17SAMPLE_STATUS_CANCELLED\x10\x04\x12\x1c\n\x18SAMPLE_STATUS_SUPERSEDED\x10\x05*u\n\x0bGroupStatus\x12\x1c\n\x18GROUP_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11GROUP_STATUS_OPEN\x10\x01\x12\x17\n\x13GROUP_STATUS_CLOSED\x10\x02\x12\x18\n\x14GROUP_STATUS_DROPPED\x10\x03*\xa1\x01\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATUS_SUBMITTED\x10\x01\x12\x16\n\x12RUN_STATUS_RUNNING\x10\x02\x12\x17\n\x13RUN_STATUS_FINISHED\x10\x03\x12\x16\n\x12RUN_STATUS_STOPPED\x10\x04\x12\x15\n\x11RUN_STATUS_FAILED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)flexmarl/api/common/v1alpha1/common.proto\x12\x1c\x66lexmarl.api.common.v1alpha1\";\n\x0cShardAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x08\"<\n\tVertexRef\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x11\n\tvertex_id\x18\x02 \x01(\t\x12\r\n\x05\x61gent\x18\x03 \x01(\t\"M\n\tObjectRef\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\"1\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xa2\x01\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x45\n\x08metadata\x18\x03 \x03(\x0b\x32\x33.flexmarl.api.common.v1alpha1.Failure.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*s\n\nVertexKind\x12\x1b\n\x17VERTEX_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VERTEX_KIND_AGENT\x10\x01\x12\x14\n\x10VERTEX_KIND_TOOL\x10\x02\x12\x1b\n\x17VERTEX_KIND_ENVIRONMENT\x10\x03*t\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13POLICY_KIND_TRAINED\x10\x01\x12\x16\n\x12POLICY_KIND_FROZEN\x10\x02\x12\x18\n\x14POLICY_KIND_EXTERNAL\x10\x03*\xb0\x01\n\x0cVertexStatus\x12\x1d\n\x19VERTEX_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13VERTEX_STATUS_READY\x10\x01\x12\x19\n\x15VERTEX_STATUS_RUNNING\x10\x02\x12\x16\n\x12VERTEX_STATUS_DONE\x10\x03\x12\x18\n\x14VERTEX_STATUS_FAILED\x10\x04\x12\x1b\n\x17VERTEX_STATUS_CANCELLED\x10\x05*\xb0\x02\n\nVoidReason\x12\x1b\n\x17VOID_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15VOID_REASON_NO_REWARD\x10\x01\x12\x1d\n\x19VOID_REASON_SAMPLE_FAILED\x10\x02\x12\x1d\n\x19VOID_REASON_GROUP_DROPPED\x10\x03\x12\x1d\n\x19VOID_REASON_ZERO_VARIANCE\x10\x04\x12\x19\n\x15VOID_REASON_REDUNDANT\x10\x05\x12\x1f\n\x1bVOID_REASON_REPLAY_DIVERGED\x10\x06\x12\x1a\n\x16VOID_REASON_NON_FINITE\x10\x07\x12\x18\n\x14VOID_REASON_OVERLONG\x10\x08\x12\x1b\n\x17VOID_REASON_ROLLED_BACK\x10\t*\xb2\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12SAMPLE_STATUS_OPEN\x10\x01\x12\x16\n\x12SAMPLE_STATUS_DONE\x10\x02\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x03\x12\x1b\n\x17SAMPLE_STATUS_CANCELLED\x10\x04\x12\x1c\n\x18SAMPLE_STATUS_SUPERSEDED\x10\x05*u\n\x0bGroupStatus\x12\x1c\n\x18GROUP_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11GROUP_STATUS_OPEN\x10\x01\x12\x17\n\x13GROUP_STATUS_CLOSED\x10\x02\x12\x18\n\x14GROUP_STATUS_DROPPED\x10\x03*\xa1\x01\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATUS_SUBMITTED\x10\x01\x12\x16\n\x12RUN_STATUS_RUNNING\x10\x02\x12\x17\n\x13RUN_STATUS_FINISHED\x10\x03\x12\x16\n\x12RUN_STATUS_STOPPED\x10\x04\x12\x15\n\x11RUN_STATUS_FAILED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_VERTEXKIND']._serialized_start=479
-  _globals['_VERTEXKIND']._serialized_end=594
-  _globals['_POLICYKIND']._serialized_start=596
-  _globals['_POLICYKIND']._serialized_end=712
-  _globals['_VERTEXSTATUS']._serialized_start=715
-  _globals['_VERTEXSTATUS']._serialized_end=891
-  _globals['_VOIDREASON']._serialized_start=894
-  _globals['_VOIDREASON']._serialized_end=1198
-  _globals['_SAMPLESTATUS']._serialized_start=1201
-  _globals['_SAMPLESTATUS']._serialized_end=1379
-  _globals['_GROUPSTATUS']._serialized_start=1381
-  _globals['_GROUPSTATUS']._serialized_end=1498
-  _globals['_RUNSTATUS']._serialized_start=1501
-  _globals['_RUNSTATUS']._serialized_end=1662
+  _globals['_VERTEXKIND']._serialized_start=493
+  _globals['_VERTEXKIND']._serialized_end=608
+  _globals['_POLICYKIND']._serialized_start=610
+  _globals['_POLICYKIND']._serialized_end=726
+  _globals['_VERTEXSTATUS']._serialized_start=729
+  _globals['_VERTEXSTATUS']._serialized_end=905
+  _globals['_VOIDREASON']._serialized_start=908
+  _globals['_VOIDREASON']._serialized_end=1212
+  _globals['_SAMPLESTATUS']._serialized_start=1215
+  _globals['_SAMPLESTATUS']._serialized_end=1393
+  _globals['_GROUPSTATUS']._serialized_start=1395
+  _globals['_GROUPSTATUS']._serialized_end=1512
+  _globals['_RUNSTATUS']._serialized_start=1515
+  _globals['_RUNSTATUS']._serialized_end=1676
   _globals['_SHARDADDRESS']._serialized_start=75
-  _globals['_SHARDADDRESS']._serialized_end=120
-  _globals['_VERTEXREF']._serialized_start=122
-  _globals['_VERTEXREF']._serialized_end=182
-  _globals['_OBJECTREF']._serialized_start=184
-  _globals['_OBJECTREF']._serialized_end=261
-  _globals['_VERSIONRUN']._serialized_start=263
-  _globals['_VERSIONRUN']._serialized_end=312
-  _globals['_FAILURE']._serialized_start=315
-  _globals['_FAILURE']._serialized_end=477
-  _globals['_FAILURE_METADATAENTRY']._serialized_start=430
-  _globals['_FAILURE_METADATAENTRY']._serialized_end=477
+  _globals['_SHARDADDRESS']._serialized_end=134
+  _globals['_VERTEXREF']._serialized_start=136
+  _globals['_VERTEXREF']._serialized_end=196
+  _globals['_OBJECTREF']._serialized_start=198
+  _globals['_OBJECTREF']._serialized_end=275
+  _globals['_VERSIONRUN']._serialized_start=277
+  _globals['_VERSIONRUN']._serialized_end=326
+  _globals['_FAILURE']._serialized_start=329
+  _globals['_FAILURE']._serialized_end=491
+  _globals['_FAILURE_METADATAENTRY']._serialized_start=444
+  _globals['_FAILURE_METADATAENTRY']._serialized_end=491
 # @@protoc_insertion_point(module_scope)

@@ -95,6 +95,8 @@ class Run(_message.Message):
     CREATED_UNIX_NS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     EVALUATION_DATASET_FIELD_NUMBER: _builtins.int
+    VERTEX_EVENTS_FIELD_NUMBER: _builtins.int
+    LOST_SHARDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run, chosen by the client: letters, digits, "-", "_", at most 64."""
     config_json: _builtins.bytes
@@ -105,6 +107,8 @@ class Run(_message.Message):
     """State; changed by UpdateRunStatus only."""
     created_unix_ns: _builtins.int
     """Creation time, Unix nanoseconds, set by the store."""
+    vertex_events: _builtins.bool
+    """Whether every vertex is an event, too (EVENT_KIND_VERTEX): its write costs about twice as much."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]:
         """Store shards of the run; the first is the home shard. Fixed for the run's life."""
@@ -133,6 +137,10 @@ class Run(_message.Message):
     def evaluation_dataset(self) -> _common_pb2.ObjectRef:
         """Held-out queries, where they are no part of the dataset file; set by the client."""
 
+    @_builtins.property
+    def lost_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Shards that are lost for this run; the home shard records it (LoseShard) and never is one."""
+
     def __init__(
         self,
         *,
@@ -148,10 +156,12 @@ class Run(_message.Message):
         created_unix_ns: _builtins.int = ...,
         columns: _abc.Iterable[Global___Column] | None = ...,
         evaluation_dataset: _common_pb2.ObjectRef | None = ...,
+        vertex_events: _builtins.bool = ...,
+        lost_shards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "models", b"models", "run_id", b"run_id", "shards", b"shards", "status", b"status", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "lost_shards", b"lost_shards", "models", b"models", "run_id", b"run_id", "shards", b"shards", "status", b"status", "vertex_events", b"vertex_events", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +235,26 @@ class Group(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LostRowsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GROUP_ID_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     BATCH_ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -239,6 +269,9 @@ class Group(_message.Message):
     REPLACES_GROUP_ID_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_NS_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    LOST_ROWS_FIELD_NUMBER: _builtins.int
+    REPEATS_QUERY_FIELD_NUMBER: _builtins.int
+    LOST_SHARD_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Id, see core.ids."""
     batch: _builtins.int
@@ -267,6 +300,16 @@ class Group(_message.Message):
     """Time of admission, Unix nanoseconds, set by the orchestrator."""
     closed_unix_ns: _builtins.int
     """Time of closure, Unix nanoseconds; 0 while open."""
+    repeats_query: _builtins.bool
+    """Set at admission: the group is in place of one that was lost with its shard, with its query."""
+    lost_shard: _builtins.str
+    """Set by LoseShard: the shard that the group went with."""
+    @_builtins.property
+    def lost_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Set by LoseShard, on the home shard: the group went with its shard, which held so many finished
+        rows of each policy that were not consumed. They count as void, GROUP_DROPPED.
+        """
+
     def __init__(
         self,
         *,
@@ -284,10 +327,13 @@ class Group(_message.Message):
         replaces_group_id: _builtins.str = ...,
         opened_unix_ns: _builtins.int = ...,
         closed_unix_ns: _builtins.int = ...,
+        lost_rows: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        repeats_query: _builtins.bool = ...,
+        lost_shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "closed_unix_ns", b"closed_unix_ns", "drop_reason", b"drop_reason", "group_id", b"group_id", "max_version", b"max_version", "min_version", b"min_version", "num_samples", b"num_samples", "opened_unix_ns", b"opened_unix_ns", "ordinal", b"ordinal", "query_index", b"query_index", "query_json", b"query_json", "replaces_group_id", b"replaces_group_id", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_attempt", b"batch_attempt", "closed_unix_ns", b"closed_unix_ns", "drop_reason", b"drop_reason", "group_id", b"group_id", "lost_rows", b"lost_rows", "lost_shard", b"lost_shard", "max_version", b"max_version", "min_version", b"min_version", "num_samples", b"num_samples", "opened_unix_ns", b"opened_unix_ns", "ordinal", b"ordinal", "query_index", b"query_index", "query_json", b"query_json", "repeats_query", b"repeats_query", "replaces_group_id", b"replaces_group_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -160,7 +160,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_RUN: _EventKind.ValueType  # 7
     """The run came into a new state."""
     EVENT_KIND_VERTEX: _EventKind.ValueType  # 8
-    """A vertex ended."""
+    """A vertex ended; in runs with vertex_events."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """EventKind says what happened."""
@@ -182,7 +182,7 @@ EVENT_KIND_SUBGRAPH_CLOSED: EventKind.ValueType  # 6
 EVENT_KIND_RUN: EventKind.ValueType  # 7
 """The run came into a new state."""
 EVENT_KIND_VERTEX: EventKind.ValueType  # 8
-"""A vertex ended."""
+"""A vertex ended; in runs with vertex_events."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _SegmentTier:
@@ -430,6 +430,70 @@ class UpdateRunStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateRunStatusResponse: _TypeAlias = UpdateRunStatusResponse  # noqa: Y015
+
+@_typing.final
+class LoseShardRequest(_message.Message):
+    """LoseShardRequest names a shard that will not come back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run; its home shard is asked."""
+    term: _builtins.int
+    """Orchestrator's term; 0 only for a client that gives a shard up, without groups."""
+    shard: _builtins.str
+    """The shard; not the home shard."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_graph_pb2.Group]:
+        """Groups of the open batch that went with it, dropped, with lost_rows; kept on the home shard."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        shard: _builtins.str = ...,
+        groups: _abc.Iterable[_graph_pb2.Group] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoseShardRequest: _TypeAlias = LoseShardRequest  # noqa: Y015
+
+@_typing.final
+class LoseShardResponse(_message.Message):
+    """LoseShardResponse returns the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _graph_pb2.Run:
+        """The run after the change."""
+
+    def __init__(
+        self,
+        *,
+        run: _graph_pb2.Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoseShardResponse: _TypeAlias = LoseShardResponse  # noqa: Y015
 
 @_typing.final
 class DeleteRunRequest(_message.Message):
@@ -2679,7 +2743,9 @@ class AllocateSegmentRequest(_message.Message):
     size_bytes: _builtins.int
     """Size in bytes."""
     tier: Global___SegmentTier.ValueType
-    """Where; memory falls to disk when the memory tier is full, and the answer says so."""
+    """Where; when the memory tier is full, the least recently used segments go to disk, and where
+    none can go, this one does: the answer says so.
+    """
     def __init__(
         self,
         *,
@@ -2879,12 +2945,15 @@ class OpenSegmentResponse(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    DISK_PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path on the store's node, readable until the lease is closed."""
     lease_id: _builtins.str
     """Lease to give back."""
     tier: Global___SegmentTier.ValueType
     """Where it lies."""
+    disk_path: _builtins.str
+    """Path of a copy on disk, made by the store beside a segment in memory; empty while there is none."""
     @_builtins.property
     def object(self) -> _common_pb2.ObjectRef:
         """Reference with checksum where known."""
@@ -2906,14 +2975,299 @@ class OpenSegmentResponse(_message.Message):
         buffers: _abc.Iterable[Global___NamedBuffer] | None = ...,
         tier: Global___SegmentTier.ValueType = ...,
         attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        disk_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["object", b"object"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "buffers", b"buffers", "lease_id", b"lease_id", "object", b"object", "path", b"path", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "buffers", b"buffers", "disk_path", b"disk_path", "lease_id", b"lease_id", "object", b"object", "path", b"path", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSegmentResponse: _TypeAlias = OpenSegmentResponse  # noqa: Y015
+
+@_typing.final
+class ReadSegmentRequest(_message.Message):
+    """ReadSegmentRequest names a sealed segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    key: _builtins.str
+    """Key."""
+    holder: _builtins.str
+    """Who reads, for people."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        key: _builtins.str = ...,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "key", b"key", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSegmentRequest: _TypeAlias = ReadSegmentRequest  # noqa: Y015
+
+@_typing.final
+class ReadSegmentResponse(_message.Message):
+    """ReadSegmentResponse is one message of a segment's stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """The next bytes of the file."""
+    @_builtins.property
+    def segment(self) -> Global___OpenSegmentResponse:
+        """Layout, attributes, and the reference with its checksum where known; first message only."""
+
+    def __init__(
+        self,
+        *,
+        segment: Global___OpenSegmentResponse | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSegmentResponse: _TypeAlias = ReadSegmentResponse  # noqa: Y015
+
+@_typing.final
+class FetchSegmentRequest(_message.Message):
+    """FetchSegmentRequest names a segment of another store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run."""
+    key: _builtins.str
+    """Key; the copy has the same."""
+    @_builtins.property
+    def source(self) -> _common_pb2.ShardAddress:
+        """The store that has it."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        key: _builtins.str = ...,
+        source: _common_pb2.ShardAddress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSegmentRequest: _TypeAlias = FetchSegmentRequest  # noqa: Y015
+
+@_typing.final
+class FetchSegmentResponse(_message.Message):
+    """FetchSegmentResponse names the copy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECT_FIELD_NUMBER: _builtins.int
+    STREAMED_FIELD_NUMBER: _builtins.int
+    streamed: _builtins.bool
+    """False when it was here already."""
+    @_builtins.property
+    def object(self) -> _common_pb2.ObjectRef:
+        """Reference to the copy in this store."""
+
+    def __init__(
+        self,
+        *,
+        object: _common_pb2.ObjectRef | None = ...,
+        streamed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["object", b"object"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["object", b"object", "streamed", b"streamed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSegmentResponse: _TypeAlias = FetchSegmentResponse  # noqa: Y015
+
+@_typing.final
+class FindWholeVersionsRequest(_message.Message):
+    """FindWholeVersionsRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; its home shard is asked."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindWholeVersionsRequest: _TypeAlias = FindWholeVersionsRequest  # noqa: Y015
+
+@_typing.final
+class FindWholeVersionsResponse(_message.Message):
+    """FindWholeVersionsResponse names versions; unset where there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWEST_WHOLE_FIELD_NUMBER: _builtins.int
+    NEWEST_ON_DISK_FIELD_NUMBER: _builtins.int
+    newest_whole: _builtins.int
+    """Newest version all of whose segments are there, in memory or on disk."""
+    newest_on_disk: _builtins.int
+    """Newest version all of whose segments are on disk: what survives the host."""
+    def __init__(
+        self,
+        *,
+        newest_whole: _builtins.int | None = ...,
+        newest_on_disk: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_on_disk", b"_newest_on_disk", "_newest_whole", b"_newest_whole", "newest_on_disk", b"newest_on_disk", "newest_whole", b"newest_whole"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_on_disk", b"_newest_on_disk", "_newest_whole", b"_newest_whole", "newest_on_disk", b"newest_on_disk", "newest_whole", b"newest_whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__newest_on_disk: _TypeAlias = _typing.Literal["newest_on_disk"]  # noqa: Y015
+    _WhichOneofArgType__newest_on_disk: _TypeAlias = _typing.Literal["_newest_on_disk", b"_newest_on_disk"]  # noqa: Y015
+    _WhichOneofReturnType__newest_whole: _TypeAlias = _typing.Literal["newest_whole"]  # noqa: Y015
+    _WhichOneofArgType__newest_whole: _TypeAlias = _typing.Literal["_newest_whole", b"_newest_whole"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_on_disk) -> _WhichOneofReturnType__newest_on_disk | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_whole) -> _WhichOneofReturnType__newest_whole | None: ...
+
+Global___FindWholeVersionsResponse: _TypeAlias = FindWholeVersionsResponse  # noqa: Y015
+
+@_typing.final
+class PinVersionRequest(_message.Message):
+    """PinVersionRequest asks to keep a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run; its home shard is asked."""
+    version: _builtins.int
+    """Version; one that is not kept any more is refused (NOT_FOUND)."""
+    holder: _builtins.str
+    """Who pins it, for people."""
+    ttl_s: _builtins.float
+    """How long, in seconds; at most the store's lease_max_s."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "request_id", b"request_id", "run_id", b"run_id", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinVersionRequest: _TypeAlias = PinVersionRequest  # noqa: Y015
+
+@_typing.final
+class PinVersionResponse(_message.Message):
+    """PinVersionResponse names the pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Id to give it up with."""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinVersionResponse: _TypeAlias = PinVersionResponse  # noqa: Y015
+
+@_typing.final
+class UnpinVersionRequest(_message.Message):
+    """UnpinVersionRequest names a pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run."""
+    pin_id: _builtins.str
+    """The pin; an unknown one is ignored."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinVersionRequest: _TypeAlias = UnpinVersionRequest  # noqa: Y015
+
+@_typing.final
+class UnpinVersionResponse(_message.Message):
+    """UnpinVersionResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinVersionResponse: _TypeAlias = UnpinVersionResponse  # noqa: Y015
 
 @_typing.final
 class CloseSegmentRequest(_message.Message):
@@ -3060,10 +3414,16 @@ class GetStatsResponse(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     NUMBERS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    NODE_FILE_FIELD_NUMBER: _builtins.int
+    NODE_TOKEN_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     """Name of the shard."""
     durability: _builtins.str
     """Durability: "fsync" or "process"."""
+    node_file: _builtins.str
+    """Path of a file that whoever shares this store's memory tier can read."""
+    node_token: _builtins.str
+    """Content of that file: who reads the same is on this store's node."""
     @_builtins.property
     def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Numbers by name: rows, bytes queued, segments, bytes per tier, leases."""
@@ -3074,10 +3434,12 @@ class GetStatsResponse(_message.Message):
         shard: _builtins.str = ...,
         numbers: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         durability: _builtins.str = ...,
+        node_file: _builtins.str = ...,
+        node_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "numbers", b"numbers", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "node_file", b"node_file", "node_token", b"node_token", "numbers", b"numbers", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

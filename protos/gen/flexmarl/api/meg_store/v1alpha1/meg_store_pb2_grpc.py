@@ -59,6 +59,11 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusResponse.FromString,
                 _registered_method=True)
+        self.LoseShard = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/LoseShard',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/DeleteRun',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DeleteRunRequest.SerializeToString,
@@ -219,6 +224,31 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.FromString,
                 _registered_method=True)
+        self.ReadSegment = channel.unary_stream(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReadSegment',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentResponse.FromString,
+                _registered_method=True)
+        self.FetchSegment = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/FetchSegment',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentResponse.FromString,
+                _registered_method=True)
+        self.FindWholeVersions = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/FindWholeVersions',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsResponse.FromString,
+                _registered_method=True)
+        self.PinVersion = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/PinVersion',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionResponse.FromString,
+                _registered_method=True)
+        self.UnpinVersion = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/UnpinVersion',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.FromString,
+                _registered_method=True)
         self.CreateSnapshot = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CreateSnapshot',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.SerializeToString,
@@ -267,8 +297,15 @@ class MegStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoseShard(self, request, context):
+        """LoseShard records on the home shard that another one is lost, and which groups went with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
-        """DeleteRun removes a run and all below it.
+        """DeleteRun removes an ended run and all below it from this shard, and gives its space back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -491,6 +528,41 @@ class MegStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSegment(self, request, context):
+        """ReadSegment streams a sealed segment, for stores of other nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchSegment(self, request, context):
+        """FetchSegment brings a segment of another node's store into this one; there already, it is answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindWholeVersions(self, request, context):
+        """FindWholeVersions says which versions could be returned to now: all their segments are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinVersion(self, request, context):
+        """PinVersion keeps a version's segments, and those of all later ones, until a deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinVersion(self, request, context):
+        """UnpinVersion gives a pin up before its deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateSnapshot(self, request, context):
         """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads.
         """
@@ -527,6 +599,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.UpdateRunStatus,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusResponse.SerializeToString,
+            ),
+            'LoseShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoseShard,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -688,6 +765,31 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.SerializeToString,
             ),
+            'ReadSegment': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSegment,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentResponse.SerializeToString,
+            ),
+            'FetchSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchSegment,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentResponse.SerializeToString,
+            ),
+            'FindWholeVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindWholeVersions,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsResponse.SerializeToString,
+            ),
+            'PinVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinVersion,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionResponse.SerializeToString,
+            ),
+            'UnpinVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinVersion,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.SerializeToString,
+            ),
             'CreateSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSnapshot,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.FromString,
@@ -812,6 +914,33 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/UpdateRunStatus',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UpdateRunStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoseShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/LoseShard',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1676,6 +1805,141 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CloseSegment',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CloseSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReadSegment',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReadSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/FetchSegment',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FetchSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindWholeVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/FindWholeVersions',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.FindWholeVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/PinVersion',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.PinVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/UnpinVersion',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,8 +46,10 @@ class MegStoreServiceStub:
     """ListRuns pages through the runs of the store, newest first."""
     UpdateRunStatus: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.UpdateRunStatusRequest, _meg_store_pb2.UpdateRunStatusResponse]
     """UpdateRunStatus moves a run through its states."""
+    LoseShard: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.LoseShardRequest, _meg_store_pb2.LoseShardResponse]
+    """LoseShard records on the home shard that another one is lost, and which groups went with it."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.DeleteRunRequest, _meg_store_pb2.DeleteRunResponse]
-    """DeleteRun removes a run and all below it."""
+    """DeleteRun removes an ended run and all below it from this shard, and gives its space back."""
     AcquireTerm: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.AcquireTermRequest, _meg_store_pb2.AcquireTermResponse]
     """AcquireTerm raises the fencing number of a scope and returns it; older holders are refused from then on."""
     WriteGraph: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.WriteGraphRequest, _meg_store_pb2.WriteGraphResponse]
@@ -110,6 +112,16 @@ class MegStoreServiceStub:
     """OpenSegment gives path, layout and a lease of a sealed segment."""
     CloseSegment: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSegmentRequest, _meg_store_pb2.CloseSegmentResponse]
     """CloseSegment gives a lease back."""
+    ReadSegment: _grpc.UnaryStreamMultiCallable[_meg_store_pb2.ReadSegmentRequest, _meg_store_pb2.ReadSegmentResponse]
+    """ReadSegment streams a sealed segment, for stores of other nodes."""
+    FetchSegment: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.FetchSegmentRequest, _meg_store_pb2.FetchSegmentResponse]
+    """FetchSegment brings a segment of another node's store into this one; there already, it is answered."""
+    FindWholeVersions: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.FindWholeVersionsRequest, _meg_store_pb2.FindWholeVersionsResponse]
+    """FindWholeVersions says which versions could be returned to now: all their segments are there."""
+    PinVersion: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.PinVersionRequest, _meg_store_pb2.PinVersionResponse]
+    """PinVersion keeps a version's segments, and those of all later ones, until a deadline."""
+    UnpinVersion: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.UnpinVersionRequest, _meg_store_pb2.UnpinVersionResponse]
+    """UnpinVersion gives a pin up before its deadline."""
     CreateSnapshot: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]
     """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]
@@ -133,8 +145,10 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """ListRuns pages through the runs of the store, newest first."""
     UpdateRunStatus: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.UpdateRunStatusRequest, _meg_store_pb2.UpdateRunStatusResponse]  # type: ignore[assignment]
     """UpdateRunStatus moves a run through its states."""
+    LoseShard: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.LoseShardRequest, _meg_store_pb2.LoseShardResponse]  # type: ignore[assignment]
+    """LoseShard records on the home shard that another one is lost, and which groups went with it."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.DeleteRunRequest, _meg_store_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """DeleteRun removes a run and all below it."""
+    """DeleteRun removes an ended run and all below it from this shard, and gives its space back."""
     AcquireTerm: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.AcquireTermRequest, _meg_store_pb2.AcquireTermResponse]  # type: ignore[assignment]
     """AcquireTerm raises the fencing number of a scope and returns it; older holders are refused from then on."""
     WriteGraph: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.WriteGraphRequest, _meg_store_pb2.WriteGraphResponse]  # type: ignore[assignment]
@@ -197,6 +211,16 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """OpenSegment gives path, layout and a lease of a sealed segment."""
     CloseSegment: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSegmentRequest, _meg_store_pb2.CloseSegmentResponse]  # type: ignore[assignment]
     """CloseSegment gives a lease back."""
+    ReadSegment: _aio.UnaryStreamMultiCallable[_meg_store_pb2.ReadSegmentRequest, _meg_store_pb2.ReadSegmentResponse]  # type: ignore[assignment]
+    """ReadSegment streams a sealed segment, for stores of other nodes."""
+    FetchSegment: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.FetchSegmentRequest, _meg_store_pb2.FetchSegmentResponse]  # type: ignore[assignment]
+    """FetchSegment brings a segment of another node's store into this one; there already, it is answered."""
+    FindWholeVersions: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.FindWholeVersionsRequest, _meg_store_pb2.FindWholeVersionsResponse]  # type: ignore[assignment]
+    """FindWholeVersions says which versions could be returned to now: all their segments are there."""
+    PinVersion: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.PinVersionRequest, _meg_store_pb2.PinVersionResponse]  # type: ignore[assignment]
+    """PinVersion keeps a version's segments, and those of all later ones, until a deadline."""
+    UnpinVersion: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.UnpinVersionRequest, _meg_store_pb2.UnpinVersionResponse]  # type: ignore[assignment]
+    """UnpinVersion gives a pin up before its deadline."""
     CreateSnapshot: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]  # type: ignore[assignment]
     """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -243,12 +267,20 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """UpdateRunStatus moves a run through its states."""
 
     @_abc_1.abstractmethod
+    def LoseShard(
+        self,
+        request: _meg_store_pb2.LoseShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.LoseShardResponse, _abc.Awaitable[_meg_store_pb2.LoseShardResponse]]:
+        """LoseShard records on the home shard that another one is lost, and which groups went with it."""
+
+    @_abc_1.abstractmethod
     def DeleteRun(
         self,
         request: _meg_store_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.DeleteRunResponse, _abc.Awaitable[_meg_store_pb2.DeleteRunResponse]]:
-        """DeleteRun removes a run and all below it."""
+        """DeleteRun removes an ended run and all below it from this shard, and gives its space back."""
 
     @_abc_1.abstractmethod
     def AcquireTerm(
@@ -497,6 +529,46 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.CloseSegmentResponse, _abc.Awaitable[_meg_store_pb2.CloseSegmentResponse]]:
         """CloseSegment gives a lease back."""
+
+    @_abc_1.abstractmethod
+    def ReadSegment(
+        self,
+        request: _meg_store_pb2.ReadSegmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_meg_store_pb2.ReadSegmentResponse], _abc.AsyncIterator[_meg_store_pb2.ReadSegmentResponse]]:
+        """ReadSegment streams a sealed segment, for stores of other nodes."""
+
+    @_abc_1.abstractmethod
+    def FetchSegment(
+        self,
+        request: _meg_store_pb2.FetchSegmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.FetchSegmentResponse, _abc.Awaitable[_meg_store_pb2.FetchSegmentResponse]]:
+        """FetchSegment brings a segment of another node's store into this one; there already, it is answered."""
+
+    @_abc_1.abstractmethod
+    def FindWholeVersions(
+        self,
+        request: _meg_store_pb2.FindWholeVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.FindWholeVersionsResponse, _abc.Awaitable[_meg_store_pb2.FindWholeVersionsResponse]]:
+        """FindWholeVersions says which versions could be returned to now: all their segments are there."""
+
+    @_abc_1.abstractmethod
+    def PinVersion(
+        self,
+        request: _meg_store_pb2.PinVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.PinVersionResponse, _abc.Awaitable[_meg_store_pb2.PinVersionResponse]]:
+        """PinVersion keeps a version's segments, and those of all later ones, until a deadline."""
+
+    @_abc_1.abstractmethod
+    def UnpinVersion(
+        self,
+        request: _meg_store_pb2.UnpinVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.UnpinVersionResponse, _abc.Awaitable[_meg_store_pb2.UnpinVersionResponse]]:
+        """UnpinVersion gives a pin up before its deadline."""
 
     @_abc_1.abstractmethod
     def CreateSnapshot(

@@ -1,0 +1,118 @@
+"""A run over two stores: it trains, waits for a store that is down, and is whole in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+
+import pytest
+from integration.cluster_harness import Cluster, Size, eventually
+from integration.whole_run import assert_whole, num_reports
+from meg_store.store_harness import StoreProcess
+
+from flexmarl.client.run_store import RunStore
+
+SIZE = Size()
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
+    cluster = Cluster(tmp_path / "cluster")
+    (tmp_path / "s1").mkdir()
+    other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
+    run_id = f"two-stores-{uuid.uuid4().hex[:6]}"
+    out = tmp_path / "out"
+    cluster.up()
+    try:
+        address = await other.start()
+        shards = f"store_shards={json.dumps([address])}"
+        client = cluster.train(run_id, SIZE, out, "--set", shards)
+        try:
+            await eventually(
+                lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
+            )
+            other.kill()
+            await asyncio.sleep(2)
+            assert client.poll() is None
+            await other.start()
+            await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
+            output = client.stdout.read()
+            assert client.returncode == 0, output
+        finally:
+            if client.poll() is None:
+                client.kill()
+                print(client.communicate()[0])
+        home = cluster.address("meg_store")
+        await assert_whole(home, run_id, SIZE)
+        async with RunStore.connect(home) as store:
+            await store.get_run(run_id)
+            held = {name: len(await c.list_groups(run_id)) for name, c in store.shards.items()}
+            assert set(held) == {"s0", "s1"}
+            assert all(held.values())
+            assert sum(held.values()) == SIZE.versions * SIZE.groups
+            await store.delete_run(run_id)
+            assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
+    finally:
+        cluster.down()
+        other.clean()
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
+    cluster = Cluster(tmp_path / "cluster")
+    (tmp_path / "s1").mkdir()
+    other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
+    run_id = f"lost-store-{uuid.uuid4().hex[:6]}"
+    out = tmp_path / "out"
+    cluster.up()
+    try:
+        shards = f"store_shards={json.dumps([await other.start()])}"
+        client = cluster.train(run_id, SIZE, out, "--set", shards)
+        try:
+            await eventually(
+                lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
+            )
+            other.kill()
+            async with RunStore.connect(cluster.address("meg_store")) as store:
+                await store.lose_shard(run_id, "s1")
+            await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
+            output = client.stdout.read()
+            assert client.returncode == 0, output
+        finally:
+            if client.poll() is None:
+                client.kill()
+                print(client.communicate()[0])
+        await _assert_nothing_twice(cluster.address("meg_store"), run_id)
+    finally:
+        cluster.down()
+        other.clean()
+
+
+async def _assert_nothing_twice(home: str, run_id: str) -> None:
+    """Every version is there, every batch adds up, every query of the dataset came in its turn."""
+    async with RunStore.connect(home) as store:
+        assert (await store.get_run(run_id)).lost_shards == ["s1"]
+        assert set(store.shards) == {"s0"}
+        manifests = await store.list_manifests(run_id)
+        assert [m.version for m in manifests] == list(range(SIZE.versions + 1))
+        assert manifests[-1].cursor.position == SIZE.versions * SIZE.groups
+        for manifest in manifests[1:]:
+            batch = manifest.batch
+            for counts in batch.policies.values():
+                voided = sum(counts.voided.values())
+                assert counts.finished == counts.consumed + voided + counts.untrained
+            again = await store.count_vertices(
+                run_id, batch=batch.batch, batch_attempt=0, consumed=batch.consumed_micro_batch_ids
+            )
+            assert not again.open_rows
+        lost = [g for g in await store.list_groups(run_id) if g.lost_shard]
+        repeated = {
+            g.replaces_group_id: g.query_index
+            for g in await store.list_groups(run_id)
+            if g.repeats_query
+        }
+        assert repeated == {g.group_id: g.query_index for g in lost}
+        assert len({g.batch for g in lost}) <= 1
