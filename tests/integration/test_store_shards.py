@@ -7,7 +7,7 @@ import json
 import uuid
 
 import pytest
-from integration.cluster_harness import Cluster, Size, eventually
+from integration.cluster_harness import Cluster, Size, eventually, run_cli
 from integration.whole_run import assert_whole, num_reports
 from meg_store.store_harness import StoreProcess
 
@@ -52,7 +52,7 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             assert set(held) == {"s0", "s1"}
             assert all(held.values())
             assert sum(held.values()) == SIZE.versions * SIZE.groups
-            await store.delete_run(run_id)
+            await cli("store", "delete", run_id, "--data-dir", str(cluster.folder))
             assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
     finally:
         cluster.down()
@@ -76,8 +76,8 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
                 lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
             )
             other.kill()
-            async with RunStore.connect(cluster.address("meg_store")) as store:
-                await store.lose_shard(run_id, "s1")
+            said = await cli("store", "lost", "s1", "--data-dir", str(cluster.folder))
+            assert said.startswith(f"{run_id}: goes on without store shard s1")
             await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
             output = client.stdout.read()
             assert client.returncode == 0, output
@@ -89,6 +89,12 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
     finally:
         cluster.down()
         other.clean()
+
+
+async def cli(*args: str) -> str:
+    done = await asyncio.to_thread(run_cli, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 async def _assert_nothing_twice(home: str, run_id: str) -> None:
