@@ -199,3 +199,27 @@ def test_folders_of_killed_servers_are_removed_and_living_ones_are_not(tmp_path,
         False, True, True,
     )  # fmt: skip
     server.close()
+
+
+def test_rules_of_a_call_reach_the_server_in_its_words(vllm):
+    serve(vllm, 0)
+    asked = request("a", [1, 2], top_k=5, min_p=0.1, stop=(3,))
+    asked.sampling.stop.append("x")
+    asked.sampling.structured.regex = "a+"
+    vllm.engine._admission = Admission(
+        max_context=64, vocab_size=24, max_waiting=9, knows_text=True
+    )
+    vllm.engine.submit([asked])
+    collect(vllm.engine, ["a"])
+    body = vllm.server.bodies[-1]
+    assert (body["top_k"], body["min_p"], body["stop_token_ids"]) == (5, 0.1, [3])
+    assert (body["stop"], body["structured_outputs"]) == (["x"], {"regex": "a+"})
+
+
+def test_rules_about_texts_are_refused_by_an_engine_that_knows_tokens_only(vllm):
+    serve(vllm, 0)
+    asked = request("a", [1, 2])
+    asked.sampling.stop.append("x")
+    vllm.engine.submit([asked])
+    result = collect(vllm.engine, ["a"])["a"]
+    assert result.failure.reason == "INVALID_ARGUMENT" and not result.infrastructure
