@@ -141,6 +141,25 @@ def test_a_repeated_prompt_is_not_answered_from_the_cache_of_other_weights(subje
             check_against_reference(subject, results, [one], content=20 + version)
 
 
+def test_responses_keep_to_a_form_and_end_at_a_text(subject):
+    """With a form or a stop text the server looks at the text; tokens and log-probs stay whole."""
+    serve(subject, 1, content=41)
+    formed = request("formed", [1, 2], version=1, max_tokens=20)
+    formed.sampling.structured.regex = "[ab]{5}"
+    formed.sampling.stop_token_ids.append(23)
+    stopped = request("stopped", [1, 2], version=1, max_tokens=60)
+    stopped.sampling.stop.extend(["c", "d", "e", "f"])
+    subject.engine.submit([formed, stopped])
+    results = collect(subject.engine, ["formed", "stopped"])
+    tokens = list(results["formed"].tokens)
+    assert set(tokens[:5]) <= {0, 1} and tokens[5:] in ([], [23])
+    last = results["stopped"]
+    assert last.finish_reason == "stop" and last.tokens[-1] in (2, 3, 4, 5)
+    assert not set(last.tokens[:-1]) & {2, 3, 4, 5}
+    for result in results.values():
+        assert len(result.logprobs) == len(result.tokens)
+
+
 def test_keep_freezes_what_runs_and_resume_goes_on_with_the_same_tokens(subject, backend):
     serve(subject, 1, content=31)
     greedy = request("plain", [1, 2], version=1, max_tokens=60, temperature=0.0)
