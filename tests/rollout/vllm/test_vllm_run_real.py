@@ -16,6 +16,7 @@ from rollout.vllm.vllm_kit import PYTHON, needs_vllm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600), needs_vllm]
 
+FLEXMARL = str(Path(sys.executable).with_name("flexmarl"))
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart"
 
 CONFIG = """
@@ -58,13 +59,14 @@ def servers(pid: int) -> list[psutil.Process]:
 def test_a_run_on_vllm_survives_the_death_of_an_instance(tmp_path):
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(versions=VERSIONS, quickstart=QUICKSTART))
-    out = tmp_path / "out"
+    out, data = tmp_path / "out", tmp_path / "data"
     log = tmp_path / "log"
     with log.open("wb") as output:
         run = subprocess.Popen(
             [
-                str(Path(sys.executable).with_name("flexmarl")), "train", str(config),
-                "--out", str(out), "--service-set", f"engine_host.vllm_python={PYTHON}",
+                FLEXMARL, "train", str(config),
+                "--out", str(out), "--data-dir", str(data),
+                "--service-set", f"engine_host.vllm_python={PYTHON}",
             ],
             stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -83,6 +85,10 @@ def test_a_run_on_vllm_survives_the_death_of_an_instance(tmp_path):
         if run.poll() is None:
             run.kill()
             run.wait()
+        # What is stored would stay in memory, wherever the folder goes.
+        subprocess.run(
+            [FLEXMARL, "down", "--purge", "--data-dir", str(data)], check=True, timeout=60
+        )
     assert killed, "the run ended before an instance was killed"
     (metrics,) = out.rglob("metrics.jsonl")
     rows = committed(metrics)
