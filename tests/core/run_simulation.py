@@ -178,6 +178,7 @@ class World:
         self.now = 0.0
         self.pending: list[Work] = []
         self.timers: dict[str, float] = {}
+        self.timers_set: set[str] = set()
         self.running: set[str] = set()
         self.sums: dict[str, Sum] = {}
         self.active: int | None = None
@@ -231,6 +232,7 @@ class World:
         for effect in effects:
             if isinstance(effect, SetTimer):
                 self.timers[effect.name] = effect.at
+                self.timers_set.add(effect.name)
             elif isinstance(effect, EndRun):
                 self.ended = effect
             else:

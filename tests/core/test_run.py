@@ -67,6 +67,14 @@ def test_a_quiet_run_finishes() -> None:
     world.check()
 
 
+def test_a_policy_that_waits_for_anothers_residence_is_looked_at_when_that_ends() -> None:
+    slow_swaps = rules(residence=2.0, groups=6)
+    world = World(slow_swaps, Random(0), trouble=0.0, num_slots=1, agents=AGENTS)
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
+    assert "allocation" in world.timers_set
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
