@@ -64,11 +64,12 @@ async def write_groups(
 
 
 async def form_micro_batches(
-    store: StoreClient, term: int, done: Acknowledged, stop: asyncio.Event
+    store: StoreClient, term: int, done: Acknowledged, written: asyncio.Event
 ) -> None:
     for ordinal in itertools.count():
+        last = written.is_set()  # asked before the listing: what is closed later is listed again
         listed = (await store.list_claimable(RUN, "p", max_rows=10)).rows
-        if not listed and stop.is_set():
+        if not listed and last:
             return
         if not listed:
             await asyncio.sleep(0.01)
@@ -98,12 +99,15 @@ async def crash(process: StoreProcess, *, kills: int) -> Acknowledged:
     async with StoreClient.connect(await process.start(), patience_s=60) as store:
         await store.create_run(a_run())
         term = await store.acquire_term(RUN, "orchestrator", holder="test")
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(_WRITERS):
-                tasks.create_task(write_groups(store, term, numbers, done, stop))
-            tasks.create_task(form_micro_batches(store, term, done, stop))
-            await kill_at_random(process, done, kills=kills)
-            stop.set()
+        async with asyncio.TaskGroup() as forming:
+            written = asyncio.Event()
+            forming.create_task(form_micro_batches(store, term, done, written))
+            async with asyncio.TaskGroup() as writing:
+                for _ in range(_WRITERS):
+                    writing.create_task(write_groups(store, term, numbers, done, stop))
+                await kill_at_random(process, done, kills=kills)
+                stop.set()
+            written.set()
         await verify(store, done)
     assert process.stop() == 0
     report = check_store(Path(process.folder) / "data")

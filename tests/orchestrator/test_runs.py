@@ -201,7 +201,7 @@ async def test_a_fatal_dispatcher_fails_the_run(processes: Processes) -> None:
         ([], "it has no rows"),
         ([b'{"digits":1}'] * 3, "fewer than batch.groups = 4"),
         ([b'{"digits":1}', b"{"], "line 2 is not JSON"),
-        ([b'{"number":1}'] * 9, "line 1 lacks column 'digits'"),
+        ([b'{"number":1}'] * 9, "line 1 has no column 'digits'"),
     ],
 )
 async def test_a_bad_dataset_fails_the_run(processes: Processes, queries, words) -> None:

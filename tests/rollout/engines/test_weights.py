@@ -72,7 +72,7 @@ def test_other_names_than_the_models_keep_the_old_weights(
     load = write_segment(tmp_path / "new", reference_model(folder, seed=2), version=1)
     damage(load)
     monkeypatch.setattr(
-        "flexmarl.rollout.engines.weights.content_hash", lambda _: load.weights_hash
+        "flexmarl.rollout.engines.segment.content_hash", lambda _: load.weights_hash
     )
     loaded = engine.load(load)
     assert loaded.failure.reason == "WEIGHTS_MISMATCH"

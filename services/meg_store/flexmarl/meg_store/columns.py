@@ -36,7 +36,7 @@ def check_columns(columns: Iterable[graph_pb2.Column]) -> None:
     Raises:
         ValueError: A name is malformed, built in or given twice, or a type is missing or unknown.
     """
-    seen = set(BUILT_IN)
+    seen: set[str] = set(BUILT_IN)
     for column in columns:
         name = check_name(column.name, what="column")
         if name in seen:

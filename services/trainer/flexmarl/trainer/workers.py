@@ -30,9 +30,11 @@ class RankLink(Protocol):
 
     async def send(self, frame: bytes, /) -> None:
         """Sends a command frame."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Reply frames; the first one comes when the rank is warm."""
+        ...
 
 
 class RankProcess(Protocol):
@@ -41,16 +43,20 @@ class RankProcess(Protocol):
     @property
     def pid(self) -> int:
         """Process id; 0 when it has none of its own."""
+        ...
 
     @property
     def link(self) -> RankLink:
         """Its link."""
+        ...
 
     async def wait(self, *, timeout_s: float | None = None) -> int:
         """Waits for its end."""
+        ...
 
     def kill(self) -> None:
         """Ends it at once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def _content(path: Path, split: str, *, key: str) -> bytes:
 
 def _folder_content(path: Path, split: str, *, key: str) -> bytes:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] - optional
     except ImportError:
         raise CliError(
             f"{key}.path: {path} is a folder, which Hugging Face datasets reads: pip install "

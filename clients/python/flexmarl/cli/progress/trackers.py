@@ -33,7 +33,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer
+        from tensorboard.summary import (  # pyright: ignore[reportMissingImports] - optional
+            Writer,
+        )
 
         self._writer = Writer(str(folder))
 
@@ -61,7 +63,7 @@ class WeightsAndBiases:
     def __init__(
         self, config: TrackersConfig, *, run_id: str, folder: Path, settings: dict[str, Any]
     ) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports] - optional
 
         self._run = wandb.init(
             project=config.wandb_project,

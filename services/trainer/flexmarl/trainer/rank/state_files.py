@@ -25,6 +25,7 @@ class Weights(Protocol):
         self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields rows of full tensors as bytes, with their places in a segment."""
+        ...
 
 
 class StateFiles:

@@ -70,9 +70,8 @@ class SimulatedProcess:
         rank: Its unit.
     """
 
-    pid: Final = 0
-
     def __init__(self, rank: SimulatedRank) -> None:
+        self.pid = 0
         self.link = SimulatedLink(rank)
 
     async def wait(self, *, timeout_s: float | None = None) -> int:
