@@ -40,13 +40,13 @@ help: ## This list
 
 setup: $(STAMP) ## Create .venv with everything in it (a few minutes, once)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 is needed: install it, or pass PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11: pass PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --progress-bar off -e ".[all,dev]" \
+	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e ".[all,dev]" \
 	  | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c -100
 	@touch $@
 
@@ -109,6 +109,10 @@ check: lint test ## lint and test
 
 bench: $(STAMP) ## Measure [NAME=store|rollout|trainer|pipeline|all]
 	@$(BIN)/python -m benchmarks $(NAME)
+
+constraints: $(STAMP) ## Write down the versions that are installed now, for everybody's set-up
+	@{ sed -n '1p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt
+	@mv $(VENV)/constraints.txt constraints.txt
 
 protos: $(STAMP) ## Generate protos/gen anew
 	@$(BIN)/python scripts/generate_protos.py
