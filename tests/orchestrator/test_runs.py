@@ -57,7 +57,7 @@ async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
         await run.submit(run_config())
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FINISHED
-        assert (progress.version, progress.stage) == (3, "done")
+        assert (progress.version, progress.stage, list(progress.waits)) == (3, "done", [])
         await check_books(run)
         assert sorted(run.reports) == [0, 1, 2]
         assert run.rollout.activated == [0, 1, 2, 3]

@@ -51,16 +51,18 @@ def describe(
         progress.num_samples_ended = batch.num_samples_ended
     for policy in core.training.trained:
         progress.rows_waiting[policy.name] = policy.rows_waiting
-    waits = [] if core.ended is not None else core.waits()
     status = context.rollout_status
     if status is not None:
         for name, queue in status.queues.items():
             progress.queues[name].CopyFrom(queue)
         progress.instances.extend(status.instances)
-        waits.extend(status.waits)
     for trainer in context.trainer_status.values():
         progress.slots.extend(trainer.slots)
-    progress.waits.extend(waits)
+    if core.ended is not None:
+        return  # what the services waited for last holds nobody any more
+    progress.waits.extend(core.waits())
+    if status is not None:
+        progress.waits.extend(status.waits)
     now = time.monotonic()
     for wait in explain(core, instances=_instances(context), bounds=bounds, now=now):
         waited_ms = max(int(wait.for_s * 1e3), 0)
