@@ -41,7 +41,7 @@ def test_alarms_are_lines_of_their_own():
     assert lines[1:] == [
         "ALARM at version 3: the reward function failed on 2 sample(s)",
         "ALARM at version 3: every reward is 0 (32 samples): look at what the reward function is "
-        "given",
+        "given; if that is right, the task is too hard for a start: reward parts of it",
     ]
     console = Console(width=200, record=True, force_terminal=False)
     console.print(render(message().progress, [numbers_of(alarmed)], elapsed_s=1.0))

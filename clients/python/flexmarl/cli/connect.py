@@ -47,7 +47,8 @@ def addresses_of_running(data_dir: Path, cluster: Sequence[str]) -> Addresses:
     if running is None:
         raise CliError(
             f"{data_dir.resolve()}: no cluster runs there, so no run goes on there; "
-            "go on with: flexmarl resume RUN"
+            "how a run ended: flexmarl show RUN; to go on with one that was interrupted: "
+            "flexmarl resume RUN"
         )
     return addresses_of(running)
 

@@ -16,7 +16,8 @@ EVALUATION_PREFIX = "eval/"
 ALARM_PREFIX = "alarm/"
 
 _ALARMS = {
-    "zero_rewards": "every reward is 0 ({:.0f} samples): look at what the reward function is given",
+    "zero_rewards": "every reward is 0 ({:.0f} samples): look at what the reward function is "
+    "given; if that is right, the task is too hard for a start: reward parts of it",
     "reward_failures": "the reward function failed on {:.0f} sample(s)",
 }
 
