@@ -7,7 +7,6 @@ from meg_store.store_harness import RUN, a_group, a_run, a_sample, a_vertex, ser
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import ConflictError, InvalidError, NotFoundError
 from flexmarl.client.run_store import RunStore
 
@@ -57,23 +56,6 @@ async def test_groups_that_went_are_kept_dropped_and_their_rows_count(home):
     assert [ref.vertex_id for ref in counts.open_rows] == [vertex.meta.vertex_id]
     groups = await home.list_groups(RUN, batch=0)
     assert [g.lost_shard for g in groups] == ["", "s1", "s1"]
-
-
-async def test_group_that_comes_again_is_taken_after_its_subgraph_was_closed(home):
-    term = await home.acquire_term(RUN, "orchestrator", holder="test")
-    await home.close_subgraph(RUN, [pb.ClosedSubgraph(policy="p")], term=term)
-    await home.lose_shard(RUN, "s1", term=term, groups=[gone(7)])
-    again = a_group(8, replaces_group_id=a_group(7).group_id, repeats_query=True)
-    response = await home.write_graph(
-        RUN,
-        term=term,
-        groups=[a_group(9), again],
-        vertices=[a_vertex(group=9), a_vertex(group=8)],
-    )
-    assert list(response.vertex_outcomes) == [
-        pb.WRITE_OUTCOME_SUBGRAPH_CLOSED,
-        pb.WRITE_OUTCOME_ACCEPTED,
-    ]
 
 
 async def test_what_cannot_be_lost_is_refused(home):

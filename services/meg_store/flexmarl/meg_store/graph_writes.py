@@ -117,7 +117,6 @@ class _Call:
         self._objects = objects
         self._recent = recent
         self._group_open: dict[str, bool] = {}
-        self._repeating: set[str] = set()
         self._sample_over: dict[str, bool] = {}
         self._closed: dict[tuple[int, int, str], bool] = {}
         self._new_edges: dict[str, list[str]] = {}
@@ -253,11 +252,8 @@ class _Call:
                     f"group {group_id!r} was not admitted to run {self._run_id!r}",
                     {"group": group_id},
                 )
-            group = graph_pb2.Group.FromString(value)
-            known = group.status == _OPEN
+            known = graph_pb2.Group.FromString(value).status == _OPEN
             self._group_open[group_id] = known
-            if group.repeats_query:
-                self._repeating.add(group_id)
         return known
 
     def _is_sample_over(self, sample_id: str) -> bool:
@@ -271,10 +267,8 @@ class _Call:
         return known
 
     def _is_closed(self, meta: graph_pb2.VertexMeta) -> bool:
-        if is_evaluation(meta.vertex_id) or meta.group_id in self._repeating:
-            # What is never trained on may end whenever it likes; and a group that comes again,
-            # because a shard was lost, was admitted after the mark.
-            return False
+        if is_evaluation(meta.vertex_id):
+            return False  # what is never trained on may end whenever it likes
         scope = (meta.batch, meta.batch_attempt, meta.policy)
         known = self._closed.get(scope)
         if known is None:
