@@ -59,7 +59,7 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
         other.clean()
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
     cluster = Cluster(tmp_path / "cluster")
