@@ -372,8 +372,10 @@ class BatchGroups:
             reason = "all samples have the same reward"
             group.decision = Drop(VoidReason.ZERO_VARIANCE, reason)
         voided = list(advantages.voided)
+        samples = dict.fromkeys(row.sample_id for row in rows)
+        reasons = {sample_id: self._dead_reason(group, sample_id) for sample_id in samples}
         for row in rows:
-            dead = self._dead_reason(group, row.sample_id)
+            dead = reasons[row.sample_id]
             if row.trainable and dead is not None:
                 voided.append(RowVoid(row, dead))
         if isinstance(group.decision, Close):

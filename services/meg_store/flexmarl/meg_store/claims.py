@@ -140,5 +140,10 @@ def is_claimable(meta: graph_pb2.VertexMeta, required: Sequence[str]) -> bool:
         meta.HasField("advantage")
         and not meta.void_reason
         and not meta.micro_batch_id
-        and (not required or set(required) <= set(meta.ready_columns))
+        and is_complete(meta, required)
     )
+
+
+def is_complete(meta: graph_pb2.VertexMeta, required: Sequence[str]) -> bool:
+    """Whether a row has the declared columns that it must have."""
+    return not required or set(required) <= set(meta.ready_columns)

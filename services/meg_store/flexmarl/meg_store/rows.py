@@ -9,7 +9,13 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Table
-from flexmarl.meg_store.claims import Claims, claim_key, claim_value, is_claimable
+from flexmarl.meg_store.claims import (
+    Claims,
+    claim_key,
+    claim_value,
+    is_claimable,
+    is_complete,
+)
 from flexmarl.meg_store.database import Draft
 from flexmarl.meg_store.runs import RunEntry
 
@@ -54,7 +60,7 @@ class Rows:
 
     def is_complete(self, meta: graph_pb2.VertexMeta) -> bool:
         """Whether a row has the declared columns that it must have."""
-        return not self._required or set(self._required) <= set(meta.ready_columns)
+        return is_complete(meta, self._required)
 
     def load(self, ref: common_pb2.VertexRef) -> graph_pb2.VertexMeta:
         """Meta columns of a row.
