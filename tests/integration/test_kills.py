@@ -112,7 +112,8 @@ async def test_why_names_an_engine_that_was_stopped(cluster: Cluster, tmp_path: 
     said: list[str] = []
 
     async def misfortune() -> None:
-        pid = VICTIMS["engine"](cluster)
+        # The only one of its policy: without it the run cannot go on, wherever it stands.
+        pid = child("engine_host", "engine/merger")(cluster)
         os.kill(pid, signal.SIGSTOP)
         try:
             await eventually(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from integration.cluster_harness import Cluster, Size, eventually, run_cli
@@ -19,6 +24,52 @@ SIZE = Size()
 @pytest.mark.real
 @pytest.mark.timeout(300)
 async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
+    async def dies_and_comes_back(run: TwoStores) -> None:
+        run.other.kill()
+        await asyncio.sleep(2)
+        assert run.client.poll() is None
+        await run.other.start()
+
+    async with two_stores(tmp_path, dies_and_comes_back) as run:
+        home = run.cluster.address("meg_store")
+        await assert_whole(home, run.run_id, SIZE)
+        async with RunStore.connect(home) as store:
+            await store.get_run(run.run_id)
+            held = {name: len(await c.list_groups(run.run_id)) for name, c in store.shards.items()}
+            assert set(held) == {"s0", "s1"}
+            assert all(held.values())
+            assert sum(held.values()) == SIZE.versions * SIZE.groups
+            await cli("store", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
+            assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
+    async def is_given_up(run: TwoStores) -> None:
+        run.other.kill()
+        said = await cli("store", "lost", "s1", "--data-dir", str(run.cluster.folder))
+        assert said.startswith(f"{run.run_id}: goes on without store shard s1")
+
+    async with two_stores(tmp_path, is_given_up) as run:
+        await _assert_nothing_twice(run.cluster.address("meg_store"), run.run_id)
+
+
+@dataclass(frozen=True)
+class TwoStores:
+    """A run over the cluster's own store and another one."""
+
+    cluster: Cluster
+    other: StoreProcess
+    client: subprocess.Popen[str]
+    run_id: str
+
+
+@asynccontextmanager
+async def two_stores(
+    tmp_path: Path, misfortune: Callable[[TwoStores], Awaitable[None]]
+) -> AsyncIterator[TwoStores]:
+    """A run that something happens to after its second version, once it has ended well."""
     cluster = Cluster(tmp_path / "cluster")
     (tmp_path / "s1").mkdir()
     other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
@@ -26,58 +77,14 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
     out = tmp_path / "out"
     cluster.up()
     try:
-        address = await other.start()
-        shards = f"store_shards={json.dumps([address])}"
-        client = cluster.train(run_id, SIZE, out, "--set", shards)
-        try:
-            await eventually(
-                lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
-            )
-            other.kill()
-            await asyncio.sleep(2)
-            assert client.poll() is None
-            await other.start()
-            await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
-            output = client.stdout.read()
-            assert client.returncode == 0, output
-        finally:
-            if client.poll() is None:
-                client.kill()
-                print(client.communicate()[0])
-        home = cluster.address("meg_store")
-        await assert_whole(home, run_id, SIZE)
-        async with RunStore.connect(home) as store:
-            await store.get_run(run_id)
-            held = {name: len(await c.list_groups(run_id)) for name, c in store.shards.items()}
-            assert set(held) == {"s0", "s1"}
-            assert all(held.values())
-            assert sum(held.values()) == SIZE.versions * SIZE.groups
-            await cli("store", "delete", run_id, "--data-dir", str(cluster.folder))
-            assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
-    finally:
-        cluster.down()
-        other.clean()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
-    cluster = Cluster(tmp_path / "cluster")
-    (tmp_path / "s1").mkdir()
-    other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
-    run_id = f"lost-store-{uuid.uuid4().hex[:6]}"
-    out = tmp_path / "out"
-    cluster.up()
-    try:
         shards = f"store_shards={json.dumps([await other.start()])}"
         client = cluster.train(run_id, SIZE, out, "--set", shards)
+        run = TwoStores(cluster, other, client, run_id)
         try:
             await eventually(
                 lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
             )
-            other.kill()
-            said = await cli("store", "lost", "s1", "--data-dir", str(cluster.folder))
-            assert said.startswith(f"{run_id}: goes on without store shard s1")
+            await misfortune(run)
             await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
             output = client.stdout.read()
             assert client.returncode == 0, output
@@ -85,7 +92,7 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
             if client.poll() is None:
                 client.kill()
                 print(client.communicate()[0])
-        await _assert_nothing_twice(cluster.address("meg_store"), run_id)
+        yield run
     finally:
         cluster.down()
         other.clean()
