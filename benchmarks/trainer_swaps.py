@@ -131,6 +131,7 @@ class _Policy:
             store_host="127.0.0.1",
             store_port=self._port,
             group_prefix=prefix,
+            kept_groups=[prefix],
         )
         if files is None:
             template.initial.seed = 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.buffers import lay_out
+from flexmarl.core.process_groups import GroupBook
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.state_layout import MOMENTS, full_tensors, segment_specs
@@ -95,6 +96,7 @@ class Ranks:
         self.workers = workers
         self.folder = folder
         self.store_port = store_port
+        self.groups = GroupBook(max_groups=4)
         self.files = 0
 
     async def call(self, members: list[int], **command: Any) -> list[rank_pb2.RankReply]:
@@ -119,13 +121,15 @@ class Policy:
     seed: int = 3
     parameters: list[Any] = field(default_factory=list)
     published: list[Any] = field(default_factory=list)
-    prefix: str = "g"
     package: str = ""
 
     async def bind(self, saved: rank_pb2.RankSaved | None = None) -> rank_pb2.RankBound:
         source: dict[str, Any] = (
             {"initial": rank_pb2.RankInitial(seed=self.seed)} if saved is None else {"saved": saved}
         )
+        groups = self.ranks.groups
+        alone = len(self.members) == 1
+        prefix = "" if alone else groups.meet([str(member) for member in self.members])
         replies = await asyncio.gather(
             *(
                 self.ranks.workers[member].call(
@@ -138,7 +142,8 @@ class Policy:
                             members=self.members,
                             store_host="127.0.0.1",
                             store_port=self.ranks.store_port,
-                            group_prefix="" if len(self.members) == 1 else self.prefix,
+                            group_prefix=prefix,
+                            kept_groups=groups.kept,
                             package_path=self.package,
                             reference=rank_pb2.RankInitial(seed=self.seed),
                             **source,

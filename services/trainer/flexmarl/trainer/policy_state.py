@@ -181,6 +181,7 @@ class PolicyState:
             template.reference.seed = parts.init_seed
         template.members.extend(parts.ranks.members)
         template.group_prefix = meeting.prefix
+        template.kept_groups.extend(meeting.kept)
         template.store_host = meeting.host
         template.store_port = meeting.port
         commands = []

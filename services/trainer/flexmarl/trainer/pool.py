@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import GroupBook
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.runtime.logging import get_logger
@@ -31,13 +32,14 @@ class Meeting:
     """How the workers of a group find each other.
 
     Attributes:
-        prefix: Names the group within the rendezvous store; "" where nobody has to meet. It
-            contains each worker's generation, so a group with a new worker is a new group.
+        prefix: Names the group within the rendezvous store; "" where nobody has to meet.
+        kept: Prefixes of the groups that workers keep.
         host: Host of the rendezvous store.
         port: Its port; 0 where nobody has to meet.
     """
 
     prefix: str
+    kept: Sequence[str]
     host: str
     port: int
 
@@ -66,6 +68,8 @@ class WorkerPool:
         self._on_death = on_death
         self._rendezvous: tuple[ChildProcess, int] | None = None
         self._rendezvous_lock = asyncio.Lock()
+        # Each worker keeps `max_modules` groups on average.
+        self._groups = GroupBook(max_groups=config.max_modules * len(config.slots))
         self.workers = {
             slot: Worker(
                 slot=slot,
@@ -96,15 +100,20 @@ class WorkerPool:
     async def meet(self, workers: Sequence[Worker]) -> Meeting:
         """Says how a group of workers finds itself; starts the rendezvous when first needed."""
         if len(workers) == 1 or self._config.device == "simulated":
-            return Meeting(prefix="", host="", port=0)
-        prefix = "-".join(f"{worker.position}g{worker.generation}" for worker in workers)
+            return Meeting(prefix="", kept=self._groups.kept, host="", port=0)
+        port = await self._rendezvous_port()
+        prefix = self._groups.meet([_process_name(worker) for worker in workers])
         return Meeting(
-            prefix=prefix, host=self._config.rendezvous_host, port=await self._rendezvous_port()
+            prefix=prefix,
+            kept=self._groups.kept,
+            host=self._config.rendezvous_host,
+            port=port,
         )
 
     def _died(self, worker: Worker) -> None:
         """Ends what was bound to a dead worker, and the groups that it was in."""
         self._on_death(worker.slot)
+        self._groups.forget(_process_name(worker))
         forget = rank_pb2.RankForget(position=worker.position)
         for other in self.workers.values():
             if other is not worker and other.ready:
@@ -173,3 +182,8 @@ class WorkerPool:
             )
 
         return simulate if config.device == "simulated" else spawn
+
+
+def _process_name(worker: Worker) -> str:
+    """Names a worker's process: a group with a new one is a new group."""
+    return f"{worker.position}g{worker.generation}"

@@ -10,7 +10,7 @@ store; members are named by global number.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -85,17 +85,13 @@ class Groups:
         position: This worker's global number.
         device: Its device.
         timeout_s: Longest wait in a collective; then the group is broken and the worker ends.
-        max_groups: Most groups kept; beyond, the one used longest ago is destroyed.
     """
 
-    def __init__(
-        self, *, position: int, device: torch.device, timeout_s: float, max_groups: int
-    ) -> None:
+    def __init__(self, *, position: int, device: torch.device, timeout_s: float) -> None:
         self._position = position
         self._device = device
         self._timeout_s = timeout_s
-        self._max_groups = max_groups
-        self._groups: OrderedDict[GroupKey, dist.ProcessGroup] = OrderedDict()
+        self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._stores: dict[tuple[str, int], TCPStore] = {}
 
     def get(self, key: GroupKey, *, host: str, port: int) -> dist.ProcessGroup:
@@ -110,12 +106,11 @@ class Groups:
                 device=self._device,
                 timeout_s=self._timeout_s,
             )
-        self._groups.move_to_end(key)
         return group
 
-    def beyond(self) -> list[GroupKey]:
-        """Returns the groups that are too many, used longest ago first."""
-        return list(self._groups)[: max(0, len(self._groups) - self._max_groups)]
+    def without(self, kept: Collection[str]) -> list[GroupKey]:
+        """Returns the groups of several that were made under none of these prefixes."""
+        return [key for key in self._groups if key.prefix and key.prefix not in kept]
 
     def of(self, position: int) -> list[GroupKey]:
         """Returns the groups that a worker is in."""

@@ -102,12 +102,7 @@ def run_rendezvous(args: dict[str, Any]) -> int:
 def _make_worker(
     args: dict[str, Any], memory: DeviceMemory, device: torch.device
 ) -> tuple[RankWorker, Prefetcher]:
-    groups = Groups(
-        position=args["position"],
-        device=device,
-        timeout_s=args["timeout_s"],
-        max_groups=args["max_modules"],
-    )
+    groups = Groups(position=args["position"], device=device, timeout_s=args["timeout_s"])
     verify = args["verify"]
     prefetcher = Prefetcher(memory, StateFiles(transfers_of(device), verify=verify))
     worker = RankWorker(

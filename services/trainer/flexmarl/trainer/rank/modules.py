@@ -40,6 +40,7 @@ class Modules:
         """
         model_path = Path(command.model_path)
         architecture = architecture_of(model_path)  # a bad folder is told before anybody waits
+        self._destroy(self._groups.without(command.kept_groups))
         group_key = GroupKey(members=tuple(command.members), prefix=command.group_prefix)
         group = self._groups.get(group_key, host=command.store_host, port=command.store_port)
         key = ModuleKey(
@@ -50,9 +51,7 @@ class Modules:
             adapter=_adapter_of(command, config),
             group=group_key,
         )
-        resident = self._residents.get(key, lambda: self._build(model_path, command, config, group))
-        self._destroy(self._groups.beyond())
-        return resident
+        return self._residents.get(key, lambda: self._build(model_path, command, config, group))
 
     def drop(self, resident: Resident) -> None:
         """Drops a module."""

@@ -244,6 +244,7 @@ class RankBind(_message.Message):
     STORE_PORT_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     GROUP_PREFIX_FIELD_NUMBER: _builtins.int
+    KEPT_GROUPS_FIELD_NUMBER: _builtins.int
     INITIAL_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
@@ -267,6 +268,10 @@ class RankBind(_message.Message):
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions of the group's workers in the trainer, in order of rank."""
+
+    @_builtins.property
+    def kept_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Prefixes of the groups that are kept, this one among them; the worker destroys its others."""
 
     @_builtins.property
     def initial(self) -> Global___RankInitial:
@@ -293,6 +298,7 @@ class RankBind(_message.Message):
         store_port: _builtins.int = ...,
         store_host: _builtins.str = ...,
         group_prefix: _builtins.str = ...,
+        kept_groups: _abc.Iterable[_builtins.str] | None = ...,
         initial: Global___RankInitial | None = ...,
         saved: Global___RankSaved | None = ...,
         reference: Global___RankInitial | None = ...,
@@ -300,7 +306,7 @@ class RankBind(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["initial", b"initial", "reference", b"reference", "saved", b"saved", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "members", b"members", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "kept_groups", b"kept_groups", "members", b"members", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["initial", "saved"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
