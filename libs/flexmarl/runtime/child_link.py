@@ -22,6 +22,9 @@ LINK_FD_VARIABLE: Final = "FLEXMARL_LINK_FD"
 EXIT_ORPHANED: Final = 86
 """Exit code of a child whose parent's end of the link closed."""
 
+_JOINED_BYTES: Final = 64 << 10
+"""Frames up to this size are copied behind their header; a second system call costs more."""
+
 _watched: set[int] = set()
 
 
@@ -103,8 +106,11 @@ class ChildLink:
             raise ValueError(f"frame of {len(frame)} bytes")
         with self._sending:
             try:
-                self._socket.sendall(HEADER.pack(len(frame)))
-                self._socket.sendall(frame)
+                if len(frame) <= _JOINED_BYTES:  # one call, and the parent wakes up once
+                    self._socket.sendall(HEADER.pack(len(frame)) + bytes(frame))
+                else:
+                    self._socket.sendall(HEADER.pack(len(frame)))
+                    self._socket.sendall(frame)
             except (BrokenPipeError, ConnectionResetError):
                 os._exit(EXIT_ORPHANED)  # as the watch is about to do
 

@@ -271,9 +271,12 @@ class RunStore(StoreClient):
         *,
         term: int,
     ) -> None:
-        """Mark the rows of a record, each on its shard; marks are hints, lost rows need none."""
-        lost = self.lost
-        kept = (ref for ref in rows if ref.shard not in lost)
+        """Mark the rows of a record, each on its shard; marks are hints, lost rows need none.
+
+        Those of the home shard were marked by the write of the record.
+        """
+        done = {self.shard, *self.lost}
+        kept = (ref for ref in rows if self._shard_of_ref(ref) not in done)
         parts = answers.partition(kept, self._shard_of_ref)
         await self._each(
             parts, lambda client, own: client.mark_rows(run_id, micro_batch_id, own, term=term)

@@ -1,7 +1,8 @@
 """Micro-batch records and marks: which rows go to a trainer together, exactly once.
 
 The record, on the home shard, is what owns its rows: it is refused if any row has another owner.
-Marks on the rows follow it, are driven again after a crash, and are hints: the ledger decides.
+Rows of the home shard are marked in the same write. Marks on other shards follow it, are driven
+again after a crash, and are hints: the ledger decides.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class MicroBatches:
     def create(
         self, draft: Draft, request: pb.CreateMicroBatchRequest
     ) -> pb.CreateMicroBatchResponse:
-        """Write a record and give it its rows; the same record again is answered.
+        """Write a record and give it its rows, those here marked; the same again is answered.
 
         Raises:
             DomainError: RUN_NOT_FOUND, TERM_STALE, ROW_ALREADY_MARKED, CONTENT_MISMATCH,
@@ -125,6 +126,8 @@ class MicroBatches:
                 owner=owner or meta.micro_batch_id or None,
                 micro_batch_id=record.micro_batch_id,
             )
+            meta.micro_batch_id = record.micro_batch_id
+            rows.store(meta)
         rows.own(ref.vertex_id, record.micro_batch_id)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import uvloop
 
@@ -29,6 +29,9 @@ from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.runtime.child_link import AsyncChildLink
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
+
+_PIECE: Final = 128
+"""Samples that are taken a step on before what they ask for is sent."""
 
 
 def run(args: dict[str, Any]) -> int:
@@ -56,7 +59,7 @@ async def _serve(report: Path) -> None:
                 loop.set_task_factory(sample_task_factory)  # type: ignore[arg-type]
                 worker = Worker(user, outbox=outbox, report=report)
         if worker is not None:
-            worker.handle(command)
+            await worker.handle(command)
     pump.cancel()
 
 
@@ -92,15 +95,22 @@ class Worker:
         )
         self._watchdog.start(asyncio.get_running_loop())
 
-    def handle(self, command: WorkerCommand) -> None:
-        """Takes one frame of the dispatcher."""
+    async def handle(self, command: WorkerCommand) -> None:
+        """Takes one frame of the dispatcher.
+
+        In pieces: what the first samples ask for is on its way while the next ones are worked on.
+        """
         runs = self._runs
-        for answer in command.answers:
+        for index, answer in enumerate(command.answers, 1):
             run = runs.get(answer.vertex_id.partition("/")[0])
             if run is not None:
                 run.answer(answer)
-        for sample in command.start:
+            if index % _PIECE == 0:
+                await asyncio.sleep(0)
+        for index, sample in enumerate(command.start, 1):
             self._start(sample)
+            if index % _PIECE == 0:
+                await asyncio.sleep(0)
         for sample_id in command.cancel_sample_ids:
             run = runs.get(sample_id)
             if run is not None:

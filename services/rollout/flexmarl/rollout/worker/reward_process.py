@@ -22,7 +22,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures, user_code
-from flexmarl.rollout.worker.memory import resident_bytes
+from flexmarl.rollout.worker.memory import is_beyond
 from flexmarl.rollout.worker.reward_job import decode_job
 from flexmarl.rollout.worker.rewards import to_reward_set
 from flexmarl.rollout.worker.user_code import RewardCode
@@ -52,7 +52,7 @@ def run(args: dict[str, Any]) -> int:
             continue
         for job in command.jobs:
             link.send(RewardEvent(results=[scorer.score(job)]).SerializeToString())
-            if resident_bytes() > scorer.memory_bytes:
+            if is_beyond(scorer.memory_bytes):
                 return EXIT_MEMORY
     return 0
 

@@ -424,14 +424,15 @@ class MegStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateMicroBatch(self, request, context):
-        """CreateMicroBatch writes the record; home shard only, always fsync.
+        """CreateMicroBatch writes the record and marks its rows on this shard, in one write; home shard
+        only, always fsync.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MarkRows(self, request, context):
-        """MarkRows marks the rows of a record that live on this shard; a second mark is refused.
+        """MarkRows marks the rows of a record of another shard that live here; a second mark is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

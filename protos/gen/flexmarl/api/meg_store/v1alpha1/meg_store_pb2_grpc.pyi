@@ -83,9 +83,11 @@ class MegStoreServiceStub:
     CloseSubgraph: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSubgraphRequest, _meg_store_pb2.CloseSubgraphResponse]
     """CloseSubgraph marks that no row of the policy can come any more in the batch."""
     CreateMicroBatch: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CreateMicroBatchRequest, _meg_store_pb2.CreateMicroBatchResponse]
-    """CreateMicroBatch writes the record; home shard only, always fsync."""
+    """CreateMicroBatch writes the record and marks its rows on this shard, in one write; home shard
+    only, always fsync.
+    """
     MarkRows: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.MarkRowsRequest, _meg_store_pb2.MarkRowsResponse]
-    """MarkRows marks the rows of a record that live on this shard; a second mark is refused."""
+    """MarkRows marks the rows of a record of another shard that live here; a second mark is refused."""
     ListMicroBatches: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ListMicroBatchesRequest, _meg_store_pb2.ListMicroBatchesResponse]
     """ListMicroBatches lists the records of a batch in order of creation."""
     SaveState: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.SaveStateRequest, _meg_store_pb2.SaveStateResponse]
@@ -182,9 +184,11 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     CloseSubgraph: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CloseSubgraphRequest, _meg_store_pb2.CloseSubgraphResponse]  # type: ignore[assignment]
     """CloseSubgraph marks that no row of the policy can come any more in the batch."""
     CreateMicroBatch: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CreateMicroBatchRequest, _meg_store_pb2.CreateMicroBatchResponse]  # type: ignore[assignment]
-    """CreateMicroBatch writes the record; home shard only, always fsync."""
+    """CreateMicroBatch writes the record and marks its rows on this shard, in one write; home shard
+    only, always fsync.
+    """
     MarkRows: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.MarkRowsRequest, _meg_store_pb2.MarkRowsResponse]  # type: ignore[assignment]
-    """MarkRows marks the rows of a record that live on this shard; a second mark is refused."""
+    """MarkRows marks the rows of a record of another shard that live here; a second mark is refused."""
     ListMicroBatches: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ListMicroBatchesRequest, _meg_store_pb2.ListMicroBatchesResponse]  # type: ignore[assignment]
     """ListMicroBatches lists the records of a batch in order of creation."""
     SaveState: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.SaveStateRequest, _meg_store_pb2.SaveStateResponse]  # type: ignore[assignment]
@@ -416,7 +420,9 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _meg_store_pb2.CreateMicroBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.CreateMicroBatchResponse, _abc.Awaitable[_meg_store_pb2.CreateMicroBatchResponse]]:
-        """CreateMicroBatch writes the record; home shard only, always fsync."""
+        """CreateMicroBatch writes the record and marks its rows on this shard, in one write; home shard
+        only, always fsync.
+        """
 
     @_abc_1.abstractmethod
     def MarkRows(
@@ -424,7 +430,7 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _meg_store_pb2.MarkRowsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.MarkRowsResponse, _abc.Awaitable[_meg_store_pb2.MarkRowsResponse]]:
-        """MarkRows marks the rows of a record that live on this shard; a second mark is refused."""
+        """MarkRows marks the rows of a record of another shard that live here; a second mark is refused."""
 
     @_abc_1.abstractmethod
     def ListMicroBatches(
