@@ -36,10 +36,12 @@ def ready(
     upstream: tuple[str, ...] = (),
     prefix: tuple[int, ...] = (),
     resumable: bool = True,
+    input_hash: bytes = b"",
 ) -> VertexReady:
     return VertexReady(
         vertex_id, agent, policy, version, (0, group), prompt, max_tokens, timeout_s,
         max_attempts, infra_attempts, sample, upstream, prefix, resumable,
+        input_hash,
     )  # fmt: skip
 
 

@@ -168,6 +168,10 @@ def test_rates_and_costs_are_learnt():
     book.count_busy(1, 50.0)
     book.done_tokens += 60_000
     assert monitor.observe(110.0)[0].tokens_per_s == pytest.approx(1000.0, rel=0.2)
+    # What ends in no time counts with what ends next.
+    rate = monitor.observe(110.0)[0].tokens_per_s
+    book.done_tokens += 10
+    assert monitor.observe(110.0)[0].tokens_per_s == rate
     costs.loaded("p", 0.1)
     costs.started("m", 3.0)
     costs.loaded("p", 0.2)

@@ -27,10 +27,10 @@ from flexmarl.core.dispatch_events import (
 def test_a_ready_vertex_goes_to_the_only_instance_and_is_accepted_once():
     box = Box(up("i0"))
     assert box(ready("v")) == [Send("v#1", "v", 1, "i0", 0, "least_loaded")]
-    assert box.core.is_live("v")
+    assert box.core.is_wanted("v#1")
     assert box(ok("v#1")) == [Accept("v#1", "v", 1)]
     assert box(ok("v#1")) == [Duplicate("v#1")]
-    assert not box.core.is_live("v")
+    assert not box.core.is_wanted("v#1")
 
 
 def test_a_vertex_said_twice_is_one_vertex():

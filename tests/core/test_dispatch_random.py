@@ -13,15 +13,19 @@ from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import (
     Abort,
     Accept,
+    Attach,
     AttemptAborted,
     AttemptFailed,
+    AttemptsHeld,
     AttemptSucceeded,
     DispatchConfig,
     Fail,
+    HeldAttempt,
     InstanceChanged,
     InstanceUse,
     InstanceVacating,
     Keep,
+    Release,
     SampleEnded,
     Send,
     SetTimer,
@@ -52,6 +56,7 @@ class World:
         self.at: dict[str, str] = {}  # attempt: instance
         self.kept: Counter[str] = Counter()  # vertex: tokens that moved attempts drew
         self.wanted: dict[str, VertexReady] = {}
+        self.held: dict[str, None] = {}  # attempts of a dispatcher before
         self.ends: Counter[str] = Counter()
         for policy in POLICIES:
             for version in (0, 1):
@@ -75,6 +80,15 @@ class World:
             self.timer = effect.at
         elif isinstance(effect, Send):
             self.check_send(effect)
+        elif isinstance(effect, Attach):
+            del self.held[effect.attempt_id]
+            self.at[effect.attempt_id] = effect.instance_id
+            policy, version, capacity = self.serving.get(effect.instance_id, ("", 0, 0))
+            if policy:  # the earlier dispatcher filled it: it may be over-full for a while
+                room = max(capacity, Counter(self.at.values())[effect.instance_id])
+                self.serving[effect.instance_id] = (policy, version, room)
+        elif isinstance(effect, Release):
+            del self.held[effect.attempt_id]
         elif isinstance(effect, Abort):
             assert self.at[effect.attempt_id] == effect.instance_id
             if effect.instance_id not in self.vacating:
@@ -110,6 +124,7 @@ class World:
             running = sum(
                 self.wanted[split_attempt_id(a)[0]].policy == policy
                 for a in self.core.attempts_at(self.serving)
+                if a not in self.held
             )
             assert book.num_running == running
             assert book.num_busy >= 0
@@ -134,12 +149,14 @@ class World:
                 (f"v{n - 1}",), tuple(range(rng.randrange(3))), rng.random() < 0.8,
             )  # fmt: skip
             self.wanted[ready.vertex_id] = ready
+            if rng.random() < 0.1:
+                self.hold(ready)
             self.post(ready)
         elif kind < 0.75 and self.at:
             self.end_attempt(rng.choice(sorted(self.at)))
         elif kind < 0.8 and self.wanted:
             vertex_id = rng.choice(sorted(self.wanted))
-            if self.core.is_live(vertex_id):
+            if self.core.is_wanted(f"{vertex_id}#1"):
                 self.ends[vertex_id] += 1
             self.post(VertexCancelled(vertex_id))
             self.forget(vertex_id)
@@ -150,6 +167,18 @@ class World:
             self.post(InstanceVacating(name))
         else:
             self.change_instance()
+
+    def hold(self, ready: VertexReady) -> None:
+        """An earlier dispatcher had sent the vertex, which has ended by now or not."""
+        rng = self.rng
+        attempt = f"{ready.vertex_id}#{rng.randrange(1, 4)}"
+        self.held[attempt] = None
+        asked = rng.choice((b"", b"", b"other"))
+        self.post(
+            AttemptsHeld((HeldAttempt(attempt, f"i{rng.randrange(4)}", ready.version, asked),))
+        )
+        if rng.random() < 0.5:
+            self.post(AttemptSucceeded(attempt, ready.version, f"h{ready.version}", 3))
 
     def end_attempt(self, attempt: str) -> None:
         rng = self.rng
@@ -225,7 +254,8 @@ def test_invariants_hold_under_random_traffic_and_its_trace_replays(seed):
     seen = [effects for _, _, effects in world.trace]
     assert replay(world, seed) == seen
     kinds = Counter(type(effect) for effects in seen for effect in effects)
-    assert min(kinds[kind] for kind in (Send, Accept, Fail, Keep, Vacated, Abort)) > 0
+    wanted = (Send, Accept, Fail, Keep, Vacated, Abort, Attach, Release)
+    assert min(kinds[kind] for kind in wanted) > 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -144,6 +144,7 @@ def test_a_plan_of_an_older_term_is_ignored_and_of_another_run_is_not():
     assert host.handle(plan(term=2), 1.0) == []
     assert host.instance_ids() == ["a-0"]
     assert only(StopEngine, host.handle(plan(term=1, run_id="other"), 2.0)).instance_id == "a-0"
+    assert host.run_id == "other"
 
 
 def test_a_dead_instance_that_is_not_planned_needs_no_stop():

@@ -131,6 +131,8 @@ class HostStandIn:
         self.stored: set[str] = set()
         self.statuses: dict[str, eng.InstanceStatus] = {}
         self.unacked: dict[str, eng.GenerateResult] = {}
+        self.asked: dict[str, eng.GenerateRequest] = {}  # running, or ended and not acknowledged
+        self.run_id = ""
         self.mislabel: dict[str, Any] = {}
         self.drop_stored = False
         self._out: asyncio.Queue[eng.ConnectEngineHostRequest] = asyncio.Queue()
@@ -162,7 +164,13 @@ class HostStandIn:
         self._out = asyncio.Queue()
         hello = eng.HostHello(
             host_id=self.host_id, incarnation=self.incarnation, max_instances=self.room,
-            instances=self.statuses.values(), attempt_ids=list(self.unacked),
+            instances=self.statuses.values(), run_id=self.run_id, attempt_ids=self.asked.keys(),
+            held=[
+                eng.HeldAttempt(
+                    instance_id=r.instance_id, version=r.version, input_hash=r.input_hash,
+                    num_kept=r.num_kept,
+                ) for r in self.asked.values()
+            ],
         )  # fmt: skip
         await call.write(eng.ConnectEngineHostRequest(hello=hello, results=self.unacked.values()))
         writer = asyncio.create_task(self._write(call))
@@ -185,8 +193,10 @@ class HostStandIn:
             self.stored.update(message.stored)
             for attempt in message.stored:
                 self.unacked.pop(attempt, None)
+                self.asked.pop(attempt, None)
         reply = eng.ConnectEngineHostRequest()
         if message.HasField("plan"):
+            self.run_id = message.plan.run_id
             wanted = {spec.instance_id: spec for spec in message.plan.instances}
             self.statuses = {k: v for k, v in self.statuses.items() if k in wanted}
             for name, spec in wanted.items():
@@ -203,6 +213,7 @@ class HostStandIn:
         self.aborts.extend(message.aborts)
         for request in message.requests:
             self.requests.append(request)
+            self.asked[request.attempt_id] = request
             result = self._result(request)
             if result is not None:
                 reply.results.append(result)

@@ -137,7 +137,7 @@ async def test_a_live_trace_replays_identically_through_a_fresh_core(tmp_path):
         if n == 200:
             world.status("i1", eng.INSTANCE_STATE_SERVING)
         if n % 50 == 7:
-            world.desk.cut(asked.pop(), keep_row=True)
+            world.desk.cut(asked.pop())
         await asyncio.sleep(0.0005)
     async with asyncio.timeout(20):
         while len(world.listener.answers) < len(asked):  # noqa: ASYNC110, RUF100

@@ -354,6 +354,20 @@ async def test_a_frozen_policy_only_gives_weights(ranks: Ranks, tiny_model: Path
     assert np.array_equal(flat((await frozen.export("weights"))["weights"]), expected)
 
 
+async def test_an_external_policy_has_a_mark_in_place_of_weights(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    marks = []
+    for model in ("m", "m", "n"):
+        rollout = {"engine": "external", "external": {"url": "http://h", "model": model}}
+        # Weights are not looked for: the folder holds a tokenizer, not the server's model.
+        settings = {"kind": "frozen", "rollout": rollout, "model": {"path": str(tiny_model)}}
+        external = Policy(ranks, policy_config(tiny_model, **settings), tiny_model, [0])
+        await external.bind()
+        marks.append(flat((await external.export("weights"))["weights"]).tobytes())
+    assert marks[0] == marks[1] != marks[2]
+
+
 async def test_bfloat16_compute_keeps_float32_masters_and_finite_gradients(
     ranks: Ranks, tiny_model: Path
 ) -> None:

@@ -72,10 +72,8 @@ class Assignment:
 
     def enqueue(self, vertex: Vertex) -> None:
         """Lets a vertex wait for an instance."""
-        ready = vertex.ready
-        expected = self._learning.response_tokens(ready.agent, default=ready.max_tokens)
-        vertex.load = ready.num_prompt_tokens + round(max(expected, vertex.num_kept + 1))
-        book = self.book(ready.policy)
+        vertex.load = self._expected_tokens(vertex)
+        book = self.book(vertex.ready.policy)
         book.num_waiting += 1
         book.waiting_tokens += vertex.load
         if self._is_suspect(vertex):
@@ -83,6 +81,11 @@ class Assignment:
             self._suspects.setdefault(vertex.lane, deque()).append(vertex)
         else:
             self._queues.push(vertex)
+
+    def attach(self, vertex: Vertex, instance: Instance, now: float) -> None:
+        """Counts a vertex at the instance that works on it already."""
+        vertex.load = self._expected_tokens(vertex)
+        self._put(vertex, instance, now)
 
     def withdraw(self, vertex: Vertex) -> None:
         """Takes a waiting vertex out."""
@@ -157,18 +160,10 @@ class Assignment:
         ready = vertex.ready
         self._uncount_waiting(vertex)
         vertex.attempt += 1
-        vertex.instance = instance
         vertex.load = max(vertex.load - cached, 1)
-        book = self.book(ready.policy)
-        book.num_running += 1
-        book.running_tokens += vertex.load
-        if not instance.running:
-            book.count_busy(1, now)
-        instance.running[ready.vertex_id] = vertex
-        instance.load += vertex.load
         if ready.prefix_keys:
             self._prefixes.add(ready.policy, ready.prefix_keys, instance)
-        self.pool.offer(instance)
+        self._put(vertex, instance, now)
         return Send(
             attempt_id(ready.vertex_id, vertex.attempt),
             ready.vertex_id,
@@ -178,6 +173,22 @@ class Assignment:
             reason,
             vertex.num_kept,
         )
+
+    def _put(self, vertex: Vertex, instance: Instance, now: float) -> None:
+        vertex.instance = instance
+        book = self.book(vertex.ready.policy)
+        book.num_running += 1
+        book.running_tokens += vertex.load
+        if not instance.running:
+            book.count_busy(1, now)
+        instance.running[vertex.ready.vertex_id] = vertex
+        instance.load += vertex.load
+        self.pool.offer(instance)
+
+    def _expected_tokens(self, vertex: Vertex) -> int:
+        ready = vertex.ready
+        expected = self._learning.response_tokens(ready.agent, default=ready.max_tokens)
+        return ready.num_prompt_tokens + round(max(expected, vertex.num_kept + 1))
 
     def _drain_suspects(self, lane: Lane, now: float, effects: list[Effect]) -> None:
         """Gives the first suspect of a lane its instance, once that is empty."""

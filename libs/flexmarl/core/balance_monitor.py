@@ -1,7 +1,7 @@
 """How much each policy has to do, and how fast its instances do it.
 
 Reads the running sums that the dispatcher keeps, so that looking at a thousand instances costs what
-looking at their policies costs.
+looking at their policies costs; a policy of which nothing has changed costs next to nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ class PolicyLoad(NamedTuple):
 
 
 class _Watched:
-    """A policy, and what was seen of it at the last look."""
+    """A policy, and what was seen of it at the last look.
 
-    __slots__ = ("base", "book", "busy_s", "done_tokens", "policy", "recent_s", "recent_tokens")
+    Its rate is learnt when work has ended, over the busy time since work ended last: what is under
+    way says nothing yet of how fast it is.
+    """
+
+    __slots__ = (
+        "base", "book", "busy_s", "done_tokens", "load", "policy", "recent_s", "recent_tokens",
+    )  # fmt: skip
 
     def __init__(self, policy: str, base: str, book: PolicyBook) -> None:
         self.policy = policy
@@ -56,10 +62,31 @@ class _Watched:
         self.busy_s = 0.0
         self.recent_tokens = 0.0
         self.recent_s = 0.0
+        self.load: PolicyLoad | None = None
+
+    def learn(self, now: float) -> None:
+        """Takes in what was done since it was last."""
+        book = self.book
+        busy_s = book.busy_s + book.num_busy * (now - book.busy_since)
+        passed_s = busy_s - self.busy_s
+        if passed_s <= 0.0:
+            return  # it counts with the next one
+        kept = exp(-passed_s / _MEMORY_S)
+        self.recent_tokens = kept * self.recent_tokens + book.done_tokens - self.done_tokens
+        self.recent_s = kept * self.recent_s + passed_s
+        self.done_tokens, self.busy_s = book.done_tokens, busy_s
+
+    def tokens_per_s(self) -> float:
+        """What one of its instances does."""
+        done = self.recent_tokens
+        return done / self.recent_s if done else DEFAULT_TOKENS_PER_S
 
 
 class MoveCosts:
     """What moving costs, learnt from the loads and starts that were seen.
+
+    Attributes:
+        num_learnt: Raised with each.
 
     Args:
         load_s: First guess for taking over weights.
@@ -68,6 +95,7 @@ class MoveCosts:
     """
 
     def __init__(self, *, load_s: float = 0.5, restart_s: float = 20.0, rate: float = 0.3) -> None:
+        self.num_learnt = 0
         self._rate = rate
         self._load_s = load_s
         self._restart_s = restart_s
@@ -91,6 +119,7 @@ class MoveCosts:
         self._learn(self._restarts, base, took_s)
 
     def _learn(self, seen: dict[str, float], key: str, took_s: float) -> None:
+        self.num_learnt += 1
         known = seen.get(key, took_s)
         seen[key] = known + self._rate * (took_s - known)
 
@@ -112,33 +141,41 @@ class Monitor:
         costs: MoveCosts,
     ) -> None:
         self._costs = costs
+        self._num_learnt = costs.num_learnt
         self._watched = [_Watched(name, bases[name], book(name)) for name in sorted(bases)]
 
     def observe(self, now: float) -> list[PolicyLoad]:
         """Loads of all policies, by name. One flat loop: it runs at every look."""
-        load_s, restart_s = self._costs.load_s, self._costs.restart_s
+        costs_stand = self._costs.num_learnt == self._num_learnt
+        self._num_learnt = self._costs.num_learnt
         loads: list[PolicyLoad] = []
         for watched in self._watched:
-            book = watched.book
-            busy_s = book.busy_s + book.num_busy * (now - book.busy_since)
-            passed_s = busy_s - watched.busy_s
-            if passed_s > 0.0:
-                kept = exp(-passed_s / _MEMORY_S)
-                new_tokens = book.done_tokens - watched.done_tokens
-                watched.recent_tokens = kept * watched.recent_tokens + new_tokens
-                watched.recent_s = kept * watched.recent_s + passed_s
-                watched.done_tokens, watched.busy_s = book.done_tokens, busy_s
-            rate = watched.recent_tokens
-            policy, base = watched.policy, watched.base
-            load = PolicyLoad(
-                policy,
-                base,
-                book.num_instances,
-                book.num_waiting,
-                book.waiting_tokens + book.running_tokens,
-                rate / watched.recent_s if rate else DEFAULT_TOKENS_PER_S,
-                load_s(policy),
-                restart_s(base),
-            )
-            loads.append(load)
+            book, load = watched.book, watched.load
+            if (
+                load is not None
+                and costs_stand
+                and book.done_tokens == watched.done_tokens
+                and book.num_waiting == load.num_waiting
+                and book.waiting_tokens + book.running_tokens == load.work_tokens
+                and book.num_instances == load.num_instances
+            ):
+                loads.append(load)
+            else:
+                loads.append(self._look(watched, now))
         return loads
+
+    def _look(self, watched: _Watched, now: float) -> PolicyLoad:
+        book, policy, base = watched.book, watched.policy, watched.base
+        if book.done_tokens != watched.done_tokens:
+            watched.learn(now)
+        load = watched.load = PolicyLoad(
+            policy,
+            base,
+            book.num_instances,
+            book.num_waiting,
+            book.waiting_tokens + book.running_tokens,
+            watched.tokens_per_s(),
+            self._costs.load_s(policy),
+            self._costs.restart_s(base),
+        )
+        return load

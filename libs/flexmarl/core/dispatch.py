@@ -9,8 +9,9 @@ Invariants:
     arrives later is a duplicate. Each vertex ends: by a success, by one of two bounds on attempts,
     by ending the instances that it had for itself, or by its deadline (I8). An instance that shall
     serve another policy gives its requests back with what they have drawn; tokens are kept only
-    if the version's weights drew them, and given up at the first failure after that. Where ready
-    vertices go is `assignment`'s.
+    if the version's weights drew them, and given up at the first failure after that. A vertex that
+    was sent before its dispatcher or its worker died is attached to what hosts hold of it, and not
+    sent again. Where ready vertices go is `assignment`'s.
 
 Every event costs O(log n).
 """
@@ -26,23 +27,29 @@ from flexmarl.core.assignment import Assignment
 from flexmarl.core.dispatch_events import (
     Abort,
     Accept,
+    Attach,
     AttemptAborted,
     AttemptFailed,
+    AttemptsHeld,
     AttemptSucceeded,
     DispatchConfig,
     Duplicate,
     Effect,
     Event,
     Fail,
+    HeldAttempt,
+    Hold,
     InstanceChanged,
     InstanceUse,
     InstanceVacating,
     Keep,
+    Release,
     SampleEnded,
     SetTimer,
     TimerFired,
     Vacated,
     VertexCancelled,
+    VertexDetached,
     VertexReady,
     WeightsKnown,
     attempt_id,
@@ -50,6 +57,7 @@ from flexmarl.core.dispatch_events import (
 )
 from flexmarl.core.dispatch_records import Instance, Lane, PolicyBook, Vertex
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.held_attempts import Held, HeldAttempts
 from flexmarl.core.ready_queues import urgency
 from flexmarl.core.vertex_timers import Due, VertexTimers
 
@@ -69,6 +77,7 @@ class Dispatcher:
         self._assignment = Assignment(config, rng, learning=self.learning, weights=self._weights)
         self._pool = self._assignment.pool
         self._timers = VertexTimers(self._is_current)
+        self._held = HeldAttempts()
         self._sequence = 0
 
     # Reading.
@@ -88,17 +97,18 @@ class Dispatcher:
         return 0 if instance is None else instance.load
 
     def attempts_at(self, instance_ids: Collection[str]) -> list[str]:
-        """Attempts at some instances, oldest first."""
-        return [
-            attempt_id(vertex_id, vertex.attempt)
-            for name in sorted(instance_ids)
-            if (instance := self._pool.get(name)) is not None
-            for vertex_id, vertex in instance.running.items()
-        ]
+        """Attempts at some instances, oldest first; held ones that have not ended included."""
+        attempts: list[str] = []
+        for name in sorted(instance_ids):
+            attempts += self._held.running_at(name)
+            if (instance := self._pool.get(name)) is not None:
+                running = instance.running.items()
+                attempts += [attempt_id(vertex_id, vertex.attempt) for vertex_id, vertex in running]
+        return attempts
 
-    def is_live(self, vertex_id: str) -> bool:
-        """Whether the vertex is known and has not ended."""
-        return vertex_id in self._vertices
+    def is_wanted(self, attempt: str) -> bool:
+        """Whether the attempt is held, or its vertex is known and has not ended."""
+        return split_attempt_id(attempt)[0] in self._vertices or attempt in self._held
 
     def _is_current(self, vertex: Vertex) -> bool:
         return self._vertices.get(vertex.ready.vertex_id) is vertex
@@ -125,8 +135,13 @@ class Dispatcher:
                 self._weights_known(event, now, effects)
             case VertexCancelled():
                 self._cancelled(event, now, effects)
+            case VertexDetached():
+                self._detached(event, now, effects)
+            case AttemptsHeld():
+                self._hold(event)
             case SampleEnded():
                 self.learning.sample_ended(event.sample_id, whole=event.whole)
+                effects.extend(map(_release, self._held.take_sample(event.sample_id)))
             case TimerFired():
                 self._fired(now, effects)
             case _:
@@ -145,12 +160,73 @@ class Dispatcher:
         vertex = Vertex(event, (*event.group_order, rank, self._sequence))
         self._vertices[event.vertex_id] = vertex
         self._set_timer(now + event.timeout_s, vertex, Due.DEADLINE, effects)
+        held = self._held.take(event.vertex_id)
+        if held and self._attach(vertex, held, now, effects):
+            return
         self._assignment.enqueue(vertex)
         self._assignment.drain(vertex.lane, now, effects)
+
+    # What was sent before a crash.
+
+    def _hold(self, event: AttemptsHeld) -> None:
+        for attempt in event.attempts:
+            if not self.is_wanted(attempt.attempt_id):
+                self._held.add(attempt)
+
+    def _detached(self, event: VertexDetached, now: float, effects: list[Effect]) -> None:
+        vertex = self._vertices.get(event.vertex_id)
+        if vertex is None:
+            return
+        ready, instance = vertex.ready, vertex.instance
+        if instance is None or vertex.leaving or vertex.num_kept:
+            self._cut(vertex, now, effects)  # no attempt of it can be a whole response
+        else:
+            name = attempt_id(ready.vertex_id, vertex.attempt)
+            held = HeldAttempt(name, instance.instance_id, ready.version, ready.input_hash)
+            self._end(vertex, now, effects)
+            self._held.add(held)
+        self._assignment.drain_policy(ready.policy, now, effects)
+
+    def _attach(self, vertex: Vertex, held: list[Held], now: float, effects: list[Effect]) -> bool:
+        """Gives a vertex the best attempt that is held of it; False when it must be sent."""
+        best, *others = held
+        vertex.attempt = max(one.number for one in held)
+        vertex.first_valid = best.number
+        is_its_own = self._is_its_own(vertex, best)
+        if not is_its_own:
+            others, vertex.first_valid = held, vertex.attempt + 1
+        effects.extend(map(_release, others))
+        if not is_its_own:
+            return False
+        name, instance_id = best.attempt.attempt_id, best.attempt.instance_id
+        effects.append(Attach(name, vertex.ready.vertex_id, best.number, instance_id))
+        if best.success is not None:
+            self._succeeded(best.success, now, effects)
+        else:
+            instance = self._pool.get(instance_id)
+            assert instance is not None, "checked before"
+            self._assignment.attach(vertex, instance, now)
+        return True
+
+    def _is_its_own(self, vertex: Vertex, held: Held) -> bool:
+        """Whether an attempt was asked what the vertex asks, and is, or can become, its success."""
+        ready, attempt = vertex.ready, held.attempt
+        if (attempt.version, attempt.input_hash) != (ready.version, ready.input_hash):
+            return False
+        if held.success is not None:
+            return self._is_right(vertex, held.success.version, held.success.weights_hash)
+        instance = self._pool.get(attempt.instance_id)
+        return instance is not None and not instance.vacating and ready.policy in instance.policies
+
+    # Ends of attempts.
 
     def _succeeded(self, event: AttemptSucceeded, now: float, effects: list[Effect]) -> None:
         vertex_id, attempt = split_attempt_id(event.attempt_id)
         vertex = self._vertices.get(vertex_id)
+        if vertex is None and (held := self._held.get(event.attempt_id)) is not None:
+            held.success = event
+            effects.append(Hold(event.attempt_id))
+            return
         if vertex is None or not vertex.first_valid <= attempt <= vertex.attempt:
             effects.append(Duplicate(event.attempt_id))
             return
@@ -227,6 +303,7 @@ class Dispatcher:
 
     def _at_instance(self, attempt: str) -> Vertex | None:
         """The vertex whose current attempt this is, while it is at its instance."""
+        self._held.drop(attempt)  # it has ended, and not as somebody's success
         vertex_id, number = split_attempt_id(attempt)
         vertex = self._vertices.get(vertex_id)
         if vertex is None or number != vertex.attempt or vertex.instance is None:
@@ -279,6 +356,9 @@ class Dispatcher:
     def _changed(self, event: InstanceChanged, now: float, effects: list[Effect]) -> None:
         instance = self._pool.get(event.instance_id)
         gone = event.use is InstanceUse.GONE
+        if gone:
+            for attempt in self._held.running_at(event.instance_id):
+                self._held.drop(attempt)
         if instance is None:
             if gone:
                 return
@@ -338,6 +418,7 @@ class Dispatcher:
             # Vertices of forgotten versions are none of the run's any more, but they still end by
             # their deadline: their queue stays until it is empty.
             self._pool.forget_lane(lane)
+        effects.extend(map(_release, self._held.take_below(event.forget_below)))
         for instance in self._pool:
             self._pool.offer(instance)
         self._assignment.drain_policy(event.policy, now, effects)
@@ -390,6 +471,10 @@ class Dispatcher:
     def _say_timer(self, at: float | None, effects: list[Effect]) -> None:
         if at is not None:
             effects.append(SetTimer(at))
+
+
+def _release(held: Held) -> Release:
+    return Release(held.attempt.attempt_id, held.attempt.instance_id)
 
 
 def _too_late(vertex: Vertex) -> Fail:

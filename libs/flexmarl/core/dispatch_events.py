@@ -79,6 +79,7 @@ class VertexReady:
     upstream_ids: tuple[str, ...] = ()
     prefix_keys: tuple[int, ...] = ()
     resumable: bool = True
+    input_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,30 @@ class AttemptAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldAttempt:
+    """An attempt, in progress or ended, of which nobody waits for the result just now.
+
+    Attributes:
+        attempt_id: Attempt.
+        instance_id: Instance it was sent to.
+        version: Version it was pinned to.
+        input_hash: Of agent, prompt and sampling.
+    """
+
+    attempt_id: str
+    instance_id: str
+    version: int
+    input_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptsHeld:
+    """A host holds these of a dispatcher before this one; all of them started from nothing."""
+
+    attempts: tuple[HeldAttempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceVacating:
     """An instance shall serve another policy: its requests are handed over first."""
 
@@ -179,6 +204,13 @@ class VertexCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class VertexDetached:
+    """Who waited for the vertex died, and will ask again: its attempt goes on until then."""
+
+    vertex_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """The time that the last SetTimer named has come."""
 
@@ -190,7 +222,9 @@ Event = (
     | AttemptSucceeded
     | AttemptFailed
     | AttemptAborted
+    | AttemptsHeld
     | VertexCancelled
+    | VertexDetached
     | InstanceVacating
     | SampleEnded
     | TimerFired
@@ -218,6 +252,31 @@ class Send:
     version: int
     reason: str
     num_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A held attempt is the vertex' own: it counts as one that was sent now."""
+
+    attempt_id: str
+    vertex_id: str
+    attempt: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the result of a held attempt, unacknowledged: its vertex is not ready yet."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody will ask for a held attempt: end it, and forget its result."""
+
+    attempt_id: str
+    instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +335,9 @@ class SetTimer:
     at: float
 
 
-Effect = Send | Accept | Keep | Duplicate | Abort | Fail | Vacated | SetTimer
+Effect = (
+    Send | Attach | Hold | Release | Accept | Keep | Duplicate | Abort | Fail | Vacated | SetTimer
+)
 
 
 def attempt_id(vertex_id: str, attempt: int) -> str:

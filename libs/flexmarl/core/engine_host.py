@@ -100,6 +100,11 @@ class EngineHost:
         self._arm(effects.append)
         return effects
 
+    @property
+    def run_id(self) -> str:
+        """Run of the newest plan; empty before the first."""
+        return self._run_id
+
     def view(self, instance_id: str) -> InstanceView | None:
         """State of an instance; None when no plan has it."""
         instance = self._instances.get(instance_id)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,15 @@ from rollout.host.host_kit import (
 )
 
 from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.core.engine_host import EngineHost
+from flexmarl.core.engine_host_events import (
+    EngineEnded,
+    EngineHostConfig,
+    EngineReadied,
+    LoadEnded,
+    LoadOrdered,
+    PlanReceived,
+)
 
 
 @pytest.fixture
@@ -44,6 +54,7 @@ def store(tmp_path):
 def ask(name: str, instance_id: str = "p-0", **changes) -> pb.GenerateRequest:
     asked = request(name, [1, 2], **changes)
     asked.instance_id = instance_id
+    asked.input_hash = name.encode()
     return asked
 
 
@@ -138,6 +149,8 @@ async def test_results_go_out_again_until_they_are_stored(dispatcher, store, mod
         hello = dispatcher.hellos[-1]
         assert sorted(hello.attempt_ids) == [f"a{i}" for i in range(5)]
         assert hello.incarnation == dispatcher.hellos[0].incarnation
+        assert [(h.instance_id, h.version) for h in hello.held] == [("p-0", 0)] * 5
+        assert [h.input_hash for h in hello.held] == [name.encode() for name in hello.attempt_ids]
         assert hello.instances[0].state == pb.INSTANCE_STATE_SERVING
         # A repeated request is not run a second time, and what is stored is forgotten.
         count = dispatcher.num_results
@@ -238,3 +251,31 @@ async def test_an_engine_that_hangs_is_found_by_its_silence_and_replaced(
         await dispatcher.until(lambda: "c" in dispatcher.results)
         assert not dispatcher.results["c"].HasField("failure")
         assert dispatcher.statuses["p-1"].num_restarts == 0
+
+
+async def test_a_live_trace_replays_identically_through_a_fresh_core(
+    dispatcher, store, model, tmp_path
+):
+    trace = []
+    async with running_host(dispatcher, tmp_path) as host:
+        handle = host._driver._core.handle
+
+        def recorded(event, now):
+            effects = handle(event, now)
+            trace.append((event, now, effects))
+            return effects
+
+        host._driver._core = SimpleNamespace(
+            handle=recorded, view=handle.__self__.view, run_id="r",
+            instance_ids=handle.__self__.instance_ids,
+        )  # fmt: skip
+        await serve(dispatcher, store, model, "p-0", "p-1")
+        os.kill(dispatcher.statuses["p-1"].pid, signal.SIGKILL)
+        await dispatcher.until(lambda: dispatcher.statuses["p-1"].num_restarts == 1)
+        await dispatcher.until_state("p-1", pb.INSTANCE_STATE_SERVING, version=0)
+        dispatcher.send(plan=make_plan(store, model, "p-0"))
+        await dispatcher.until(lambda: len(trace) >= 10)
+    fresh = EngineHost(EngineHostConfig())
+    assert [fresh.handle(event, now) for event, now, _ in trace] == [e for _, _, e in trace]
+    kinds = {type(event) for event, _, _ in trace}
+    assert {PlanReceived, LoadOrdered, EngineReadied, LoadEnded, EngineEnded} <= kinds

@@ -49,9 +49,8 @@ def _check_model(key: str, policy: PolicyConfig) -> None:
     _config_of(folder, key)
     if "model" not in _read_json(folder / "tokenizer.json", key):
         raise CliError(f"{key}: {folder}/tokenizer.json has no model; give a fast tokenizer's file")
-    if policy.model.init == "pretrained" and not any(
-        next(folder.glob(pattern), None) for pattern in _WEIGHTS
-    ):
+    needs_weights = policy.model.init == "pretrained" and policy.rollout.engine != "external"
+    if needs_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise CliError(
             f"{key}: {folder} has no weights (*.safetensors); add them, or set "
             'model.init = "random" to start from drawn ones'

@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
@@ -21,27 +22,33 @@ from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
     WRITE_OUTCOME_DUPLICATE,
     WRITE_OUTCOME_SUBGRAPH_CLOSED,
 )
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult, HostHello
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
 from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import (
     Abort,
     Accept,
+    Attach,
     AttemptFailed,
+    AttemptsHeld,
     DispatchConfig,
     Duplicate,
     Effect,
     Event,
     Fail,
+    HeldAttempt,
+    Hold,
     InstanceChanged,
     InstanceVacating,
     Keep,
+    Release,
     SampleEnded,
     Send,
     SetTimer,
     TimerFired,
     Vacated,
     VertexCancelled,
+    VertexDetached,
     VertexReady,
     WeightsKnown,
 )
@@ -80,6 +87,18 @@ class CallListener(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A result, and the host that must keep it until it is stored."""
+
+    result: GenerateResult
+    host_id: str
+
+
+_NOT_YET: Final = (Accept, Hold)
+"""What keeps a result from being acknowledged at once: it is being stored, or may have to be."""
+
+
 class CallDesk:
     """The calls of one run in progress.
 
@@ -109,6 +128,7 @@ class CallDesk:
         self._core = Dispatcher(DispatchConfig(), Random(seed))  # noqa: S311 - replays
         self._calls: dict[str, CallState] = {}
         self._writing: set[str] = set()
+        self._held: dict[str, _Taken] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._trained = frozenset(config.trained_policies())
         self._caching = frozenset(
@@ -151,21 +171,24 @@ class CallDesk:
                 prefix_keys(call.prompt_tokens) if call.policy in self._caching else (),
                 # A stop text or a form looks at all of a response, not at the rest of one.
                 not (call.sampling.stop or call.sampling.HasField("structured")),
+                call.input_hash,
             ),
             now,
         )
 
-    def cut(self, vertex_id: str, *, keep_row: bool) -> None:
-        """Nobody waits for a call any more."""
-        state = self._calls.pop(vertex_id, None)
-        if state is None:
-            return
-        sample = state.sample
-        sample.calls.pop(vertex_id, None)
-        if keep_row:
+    def cut(self, vertex_id: str) -> None:
+        """Nobody waits for a call any more; its row ends with its sample."""
+        state = self._forget(vertex_id)
+        if state is not None:
             self.counters["cancelled"] += 1
-            sample.cut.append(self._ended_row(state, common_pb2.VERTEX_STATUS_CANCELLED))
-        self._post(VertexCancelled(vertex_id))
+            row = self._ended_row(state, common_pb2.VERTEX_STATUS_CANCELLED)
+            state.sample.cut.append(row)
+            self._post(VertexCancelled(vertex_id))
+
+    def detach(self, vertex_id: str) -> None:
+        """The worker of a call died; its sample runs again, and asks again."""
+        if self._forget(vertex_id) is not None:
+            self._post(VertexDetached(vertex_id))
 
     def results(self, session: HostSession, results: list[GenerateResult]) -> None:
         """Attempts ended at a host; each may come again until it is acknowledged."""
@@ -175,16 +198,24 @@ class CallDesk:
             vertex_id = result.attempt_id.rpartition("#")[0]
             state = self._calls.get(vertex_id)
             num_kept = 0 if state is None or state.kept is None else len(state.kept.tokens)
-            effects = self._post(event_of(result, num_kept=num_kept), result=result)
+            taken = _Taken(result, session.host_id)
+            effects = self._post(event_of(result, num_kept=num_kept), taken=taken)
             instance = self._instances.get(result.instance_id)
             if instance is not None:
                 instance.heard_at = now = self._loop.time()
                 instance.note_load(self._core.num_at(result.instance_id), now)
-            accepted = [e for e in effects if type(e) is Accept]
-            if accepted:
-                self._accept(accepted[0], result, session.host_id)
-            else:
+            if not any(type(effect) in _NOT_YET for effect in effects):
                 session.outgoing.add().stored.append(result.attempt_id)
+
+    def held(self, hello: HostHello) -> None:
+        """A host holds attempts of a dispatcher before this one."""
+        attempts = tuple(
+            HeldAttempt(attempt_id, held.instance_id, held.version, held.input_hash)
+            for attempt_id, held in zip(hello.attempt_ids, hello.held, strict=False)
+            if not held.num_kept
+        )
+        if attempts:
+            self._post(AttemptsHeld(attempts))
 
     def lost(self, attempt_ids: list[str], host_id: str) -> None:
         """A host does not know attempts that were sent to it."""
@@ -212,9 +243,9 @@ class CallDesk:
         """No further call of the sample comes."""
         self._post(SampleEnded(sample_id, whole))
 
-    def is_live(self, attempt_id: str) -> bool:
-        """Whether the attempt's vertex still waits for a result."""
-        return self._core.is_live(attempt_id.rpartition("#")[0])
+    def is_wanted(self, attempt_id: str) -> bool:
+        """Whether the attempt's vertex waits for a result, or may come to do so."""
+        return self._core.is_wanted(attempt_id)
 
     def attempts_at(self, instance_ids: set[str]) -> list[str]:
         """Attempts at some instances."""
@@ -244,7 +275,7 @@ class CallDesk:
     # Effects.
 
     def _post(
-        self, event: Event, now: float | None = None, *, result: GenerateResult | None = None
+        self, event: Event, now: float | None = None, *, taken: _Taken | None = None
     ) -> list[Effect]:
         now = self._loop.time() if now is None else now
         effects = self._core.handle(event, now)
@@ -254,11 +285,18 @@ class CallDesk:
             match effect:
                 case Send():
                     self._send(effect, now)
+                case Attach():
+                    self._attach(effect, now)
+                case Hold():
+                    assert taken is not None, "only results are held"
+                    self._held[effect.attempt_id] = taken
+                case Release():
+                    self._release(effect)
                 case Accept():
-                    pass  # executed by `results`, which has the tokens at hand
+                    self._accept(effect, taken or self._held.pop(effect.attempt_id))
                 case Keep():
-                    assert result is not None, "only results are kept"
-                    self._keep(effect, result)
+                    assert taken is not None, "only results are kept"
+                    self._keep(effect, taken.result)
                 case Duplicate():
                     self.counters["duplicates"] += 1
                 case Vacated():
@@ -305,11 +343,33 @@ class CallDesk:
             prompt_tokens=call.prompt_tokens,
             sampling=call.sampling,
             timeout_ms=max(int((state.deadline - now) * 1e3), 1),
+            input_hash=call.input_hash,
         )
         if state.kept is not None:
             request.prompt_tokens.extend(state.kept.tokens)
             request.sampling.max_tokens -= effect.num_kept
             request.num_kept = effect.num_kept
+
+    def _attach(self, effect: Attach, now: float) -> None:
+        state = self._calls[effect.vertex_id]
+        state.attempt = effect.attempt
+        state.dispatched_unix_ns = time.time_ns()
+        self.counters["reattached"] += 1
+        instance = self._instances.get(effect.instance_id)
+        if instance is not None:
+            instance.note_load(self._core.num_at(effect.instance_id), now)
+
+    def _release(self, effect: Release) -> None:
+        taken = self._held.pop(effect.attempt_id, None)
+        instance = self._instances.get(effect.instance_id)
+        host_id = taken.host_id if taken is not None else instance and instance.host_id
+        session = self._hosts.session(host_id) if host_id else None
+        if session is None:
+            return  # with its host it is gone, or told of again
+        if taken is not None:
+            session.outgoing.add().stored.append(effect.attempt_id)
+        else:
+            session.outgoing.add().aborts.append(effect.attempt_id)
 
     def _abort(self, effect: Abort, now: float) -> None:
         instance = self._instances.get(effect.instance_id)
@@ -320,10 +380,18 @@ class CallDesk:
         if session is not None:
             session.outgoing.add().aborts.append(effect.attempt_id)
 
-    def _accept(self, effect: Accept, result: GenerateResult, host_id: str) -> None:
-        state = self._calls.pop(effect.vertex_id)
+    def _forget(self, vertex_id: str) -> CallState | None:
+        """Takes a call out; None for one that has ended."""
+        state = self._calls.pop(vertex_id, None)
+        if state is not None:
+            state.sample.calls.pop(vertex_id, None)
+        return state
+
+    def _accept(self, effect: Accept, taken: _Taken) -> None:
+        result = taken.result
+        state = self._forget(effect.vertex_id)
+        assert state is not None, "the core accepts for live vertices"
         sample = state.sample
-        sample.calls.pop(effect.vertex_id, None)
         policy = state.call.policy
         if state.kept is not None:
             result = state.kept.completed_by(result)
@@ -350,7 +418,8 @@ class CallDesk:
         self._writing.add(effect.attempt_id)
         sample.count(policy, result.version)
         self._writer.vertex(
-            row, partial(self._accepted, sample, state.call, answer, effect.attempt_id, host_id)
+            row,
+            partial(self._accepted, sample, state.call, answer, effect.attempt_id, taken.host_id),
         )
 
     def _accepted(
@@ -379,9 +448,9 @@ class CallDesk:
         self._listener.row_stored(sample)
 
     def _fail(self, effect: Fail) -> None:
-        state = self._calls.pop(effect.vertex_id)
+        state = self._forget(effect.vertex_id)
+        assert state is not None, "the core fails live vertices"
         sample = state.sample
-        sample.calls.pop(effect.vertex_id, None)
         self.counters["failures"] += 1
         failure = Failure(
             reason=effect.reason, message=effect.message, metadata={"agent": state.call.agent}

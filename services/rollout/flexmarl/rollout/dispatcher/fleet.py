@@ -90,6 +90,8 @@ class Fleet:
         self._desk: CallDesk | None = None
         self._on_serving: Callable[[Instance], None] = _ignore
         self._starting_since: dict[str, float] = {}
+        self._met: set[str] = set()
+        self._left_at: dict[str, str] = {}
 
     def start(self, desk: CallDesk) -> None:
         """Asks the connected hosts for instances.
@@ -99,6 +101,8 @@ class Fleet:
         """
         check_capacity(self._wanted, self._rooms())
         self._desk = desk
+        for session in self._hosts.sessions:
+            self._find_running(session)
         self._hosts.listen(self)
 
     def close(self) -> None:
@@ -175,15 +179,20 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         for instance in self.instances.on_host(session.host_id):
             instance.reachable = True
+        self._find_running(session)
         self._place(now)
         self._send_plan(session)
-        self._take_statuses(session.host_id, hello.instances, now)
+        assert self._desk is not None
+        if hello.run_id == self._run_id:
+            self._take_statuses(session.host_id, hello.instances, now)
+            if session.host_id not in self._met:
+                self._desk.held(hello)
+        self._met.add(session.host_id)
         known = set(hello.attempt_ids)
         there = {i.instance_id for i in self.instances.on_host(session.host_id)}
-        assert self._desk is not None
         sent = self._desk.attempts_at(there)
         self._desk.lost([a for a in sent if a not in known], session.host_id)
-        orphans = [a for a in hello.attempt_ids if not self._desk.is_live(a)]
+        orphans = [a for a in hello.attempt_ids if not self._desk.is_wanted(a)]
         if orphans:
             session.outgoing.add().aborts.extend(orphans)
         self.order_loads()
@@ -270,9 +279,24 @@ class Fleet:
     def _rooms(self) -> list[HostRoom]:
         return [HostRoom(s.host_id, s.max_instances) for s in self._hosts.sessions]
 
+    def _find_running(self, session: HostSession) -> None:
+        """Which instances a dispatcher before this one left at a host, and for which policies."""
+        if session.hello.run_id != self._run_id:
+            return
+        left = {
+            status.instance_id: status.policies[0]
+            for status in session.hello.instances
+            if status.instance_id in self._assigned
+            and self.instances.get(status.instance_id) is None
+        }
+        self._left_at |= dict.fromkeys(left, session.host_id)
+        assigned = self._assigned | left
+        if set(assigned.values()) == set(self._wanted):  # I10: no policy is left without one
+            self._assigned = assigned
+
     def _place(self, now: float) -> None:
         assert self._desk is not None
-        hosts = self.instances.hosts()
+        hosts = self._left_at | self.instances.hosts()
         # A host that is away for a moment keeps its instances until it is given up.
         rooms = self._rooms()
         here = {room.host_id for room in rooms}

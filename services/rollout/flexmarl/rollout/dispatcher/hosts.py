@@ -1,10 +1,14 @@
-"""Connected engine hosts: one long-lived stream each."""
+"""Connected engine hosts: one long-lived stream each.
+
+Hosts outlive dispatchers. Until the first run is opened here, what hosts say is kept for it, and no
+result is acknowledged: it may be what a dispatcher before this one has asked for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     ConnectEngineHostRequest,
@@ -17,6 +21,9 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
 from flexmarl.runtime.logging import get_logger
+
+SETTLE_S: Final = 2.0
+"""How long after the start every host that runs has dialled: it tries each second."""
 
 _log = get_logger(__name__)
 
@@ -53,6 +60,7 @@ class HostSession:
         max_instances: Most instances it runs; 0 means as many as asked for.
         hello: How it introduced itself.
         outgoing: What waits to be sent to it.
+        results: What it sent while no run was open.
     """
 
     def __init__(self, hello: HostHello) -> None:
@@ -60,6 +68,21 @@ class HostSession:
         self.max_instances = int(hello.max_instances)
         self.hello = hello
         self.outgoing = Outgoing(ConnectEngineHostResponse)
+        self.results: list[GenerateResult] = []
+
+    def keep(self, message: ConnectEngineHostRequest) -> None:
+        """Takes a message for the run that will be opened; the host bounds what it sends."""
+        changed = {status.instance_id for status in message.instances}
+        statuses = [s for s in self.hello.instances if s.instance_id not in changed]
+        del self.hello.instances[:]
+        self.hello.instances.extend([*statuses, *message.instances])
+        self.results.extend(message.results)
+
+    def forget(self) -> None:
+        """What was kept has been told, or is true no longer."""
+        for name in ("instances", "attempt_ids", "held"):
+            self.hello.ClearField(name)
+        self.results.clear()
 
 
 class Hosts:
@@ -74,6 +97,8 @@ class Hosts:
         self._sessions: dict[str, HostSession] = {}
         self._away: dict[str, asyncio.TimerHandle] = {}
         self._listener: HostListener | None = None
+        self._is_new = True
+        self._started_at = asyncio.get_running_loop().time()
 
     @property
     def sessions(self) -> list[HostSession]:
@@ -87,9 +112,18 @@ class Hosts:
     def listen(self, listener: HostListener | None) -> None:
         """Sets the run that the hosts work for, and tells it of those that are there."""
         self._listener = listener
-        if listener is not None:
-            for session in self.sessions:
+        self._is_new = False
+        for session in self.sessions:
+            if listener is not None:
                 listener.host_connected(session, session.hello)
+                listener.host_results(session, list(session.results))
+            session.forget()
+
+    async def settled(self) -> None:
+        """Waits until hosts that a dispatcher before this one had are back; soon, and once."""
+        left_s = self._started_at + SETTLE_S - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
 
     def close(self) -> None:
         """Ends all streams."""
@@ -141,8 +175,9 @@ class Hosts:
     def _take(self, session: HostSession, request: ConnectEngineHostRequest) -> None:
         listener = self._listener
         if listener is None:
-            # No run is open: nobody waits for these results.
-            if request.results:
+            if self._is_new:
+                session.keep(request)
+            elif request.results:  # of a run that was closed: nobody waits for them
                 session.outgoing.add().stored.extend(r.attempt_id for r in request.results)
             return
         if request.instances:

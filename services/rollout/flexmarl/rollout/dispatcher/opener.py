@@ -101,6 +101,7 @@ class RunOpener:
             background=self._background,
             spans=spans,
             span_dir=self._config.data_dir / "spans" / row.run_id,
+            settled=self._hosts.settled,
             max_crashes=self._config.worker_restarts,
         )
         run.term = term

@@ -6,7 +6,7 @@ What its samples go through is `sample_flow`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -60,6 +60,7 @@ class Run:
         background: Background,
         spans: SpanRecorder,
         span_dir: Path,
+        settled: Callable[[], Awaitable[None]],
         max_crashes: int,
     ) -> None:
         self.run_id = run_id
@@ -75,6 +76,7 @@ class Run:
                 max_queries=config.rollout.max_concurrent_queries,
                 max_samples_per_query=config.rollout.max_concurrent_samples_per_query,
             ),
+            settled=settled,
             max_crashes=max_crashes,
         )
         self._trouble: str | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -82,6 +82,7 @@ class SampleFlow:
         background: Owns tasks.
         listener: Told what concerns the whole run.
         admission: Bounds queries and samples in progress.
+        settled: Waits until the hosts of a dispatcher before this one are back.
         max_crashes: How often one sample may crash its worker.
     """
 
@@ -92,9 +93,11 @@ class SampleFlow:
         background: Background,
         listener: FlowListener,
         admission: Admission,
+        settled: Callable[[], Awaitable[None]],
         max_crashes: int,
     ) -> None:
         self.version = -1
+        self._settled = settled
         self._admission = admission
         self._stored = stored
         self._background = background
@@ -198,7 +201,12 @@ class SampleFlow:
                 self._submit(sample, [])
 
     async def _read(self, sample: SampleState) -> None:
-        """Reads what is stored of a sample; waits for a place among the reads and for the store."""
+        """Reads what is stored of a sample, and lets it run.
+
+        Waits for the hosts, which hold what is not stored yet (they are back within SETTLE_S of the
+        start), for a place among the reads, and for the store.
+        """
+        await self._settled()
         graph = await self._stored.graph(sample.spec.sample_id)
         if self._samples.get(sample.spec.sample_id) is not sample:
             return
@@ -237,7 +245,7 @@ class SampleFlow:
             if sample is not None:
                 self._desk.call(sample, call)
         for vertex_id in event.cancelled_vertex_ids:
-            self._desk.cut(vertex_id, keep_row=True)
+            self._desk.cut(vertex_id)
         for left in event.left:
             sample = self._running(left.sample_id)
             if sample is not None:
@@ -284,7 +292,7 @@ class SampleFlow:
             if sample is None or sample.end is not None:
                 continue
             for vertex_id in list(sample.calls):
-                self._desk.cut(vertex_id, keep_row=False)
+                self._desk.detach(vertex_id)
             sample.slot = None
             if culprit is None:
                 sample.crashes += 1
@@ -390,7 +398,7 @@ class SampleFlow:
         if end.failure.reason in _FATAL:
             self._listener.run_failed(end.failure)
         for vertex_id in list(sample.calls):
-            self._desk.cut(vertex_id, keep_row=True)
+            self._desk.cut(vertex_id)
         whole = end.status == common_pb2.SAMPLE_STATUS_DONE
         self._desk.sample_ended(sample.spec.sample_id, whole=whole)
         if sample.writing == 0:

@@ -158,13 +158,16 @@ class Host:
 
     def _introduce(self) -> ConnectEngineHostRequest:
         self._outbox.reset(self._book.unacknowledged())
+        held = self._book.held()
         return ConnectEngineHostRequest(
             hello=HostHello(
                 host_id=self._config.host_id,
                 incarnation=self._incarnation,
                 max_instances=self._config.max_engines,
                 instances=self._driver.statuses(),
-                attempt_ids=self._book.attempt_ids(),
+                attempt_ids=held.keys(),
+                held=held.values(),
+                run_id=self._driver.run_id,
             )
         )
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult, HeldAttempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,14 @@ class Running:
 
     request: GenerateRequest
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An attempt that has ended, and what its request was."""
+
+    result: GenerateResult
+    held: HeldAttempt
 
 
 class AttemptBook:
@@ -32,7 +40,7 @@ class AttemptBook:
     def __init__(self, *, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._running: dict[str, Running] = {}
-        self._ended: dict[str, GenerateResult] = {}
+        self._ended: dict[str, Ended] = {}
         self._per_instance: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -82,9 +90,11 @@ class AttemptBook:
         running = self._running.pop(result.attempt_id, None)
         if running is None:
             return False
-        self._per_instance[running.request.instance_id] -= 1
-        result.num_kept = running.request.num_kept
-        self._ended[result.attempt_id] = result
+        request = running.request
+        self._per_instance[request.instance_id] -= 1
+        result.num_kept = request.num_kept
+        # The request itself is let go: prompts are long, and results may wait.
+        self._ended[result.attempt_id] = Ended(result, _held(request))
         return True
 
     def acknowledge(self, attempt_ids: Iterable[str]) -> None:
@@ -94,8 +104,18 @@ class AttemptBook:
 
     def unacknowledged(self) -> list[GenerateResult]:
         """Results to send again to a dispatcher that has just been reached."""
-        return list(self._ended.values())
+        return [ended.result for ended in self._ended.values()]
 
-    def attempt_ids(self) -> list[str]:
-        """Ids of all attempts in the book."""
-        return [*self._running, *self._ended]
+    def held(self) -> dict[str, HeldAttempt]:
+        """All attempts in the book, by id."""
+        running = {name: _held(one.request) for name, one in self._running.items()}
+        return running | {name: ended.held for name, ended in self._ended.items()}
+
+
+def _held(request: GenerateRequest) -> HeldAttempt:
+    return HeldAttempt(
+        instance_id=request.instance_id,
+        version=request.version,
+        input_hash=request.input_hash,
+        num_kept=request.num_kept,
+    )

@@ -89,6 +89,11 @@ class InstanceDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
+    @property
+    def run_id(self) -> str:
+        """Run of the newest plan; empty before the first."""
+        return self._core.run_id
+
     def statuses(self) -> list[InstanceStatus]:
         """All planned instances."""
         statuses = (self._status(instance_id) for instance_id in self._core.instance_ids())

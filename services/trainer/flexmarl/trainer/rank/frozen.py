@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.runtime.run_config import ExternalConfig
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
 
 
@@ -39,3 +41,12 @@ class FrozenWeights:
         for name, tensor in self._weights.items():
             converted = tensor.to(DTYPES[buffers[name].dtype]).contiguous()
             yield buffers[name].offset, converted.view(-1).view(torch.uint8)
+
+
+def mark_of(server: ExternalConfig) -> list[tuple[str, torch.Tensor]]:
+    """What stands for the weights of a server that has its own, which nobody here ever sees.
+
+    Another server, or another model of it, is another content: versions do not mix them up.
+    """
+    digest = hashlib.sha256(f"{server.url}\n{server.model}".encode()).digest()
+    return [("external", torch.tensor(list(digest), dtype=torch.float32))]

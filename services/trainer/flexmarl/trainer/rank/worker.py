@@ -16,7 +16,7 @@ from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.failures import agree, told_apart
-from flexmarl.trainer.rank.frozen import FrozenWeights
+from flexmarl.trainer.rank.frozen import FrozenWeights, mark_of
 from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
 from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.lora import first_adapter
@@ -352,6 +352,8 @@ def _with_budget(learner: Learner, max_tokens: int) -> Learner:
 def _first_weights(
     command: rank_pb2.RankBind, config: PolicyConfig, *, seed: int
 ) -> Iterable[tuple[str, torch.Tensor]]:
+    if config.rollout.engine == "external" and config.rollout.external is not None:
+        return mark_of(config.rollout.external)
     return initial_weights(Path(command.model_path), init=config.model.init, seed=seed)
 
 

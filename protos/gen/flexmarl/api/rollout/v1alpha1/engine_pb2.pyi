@@ -154,12 +154,16 @@ class HostHello(_message.Message):
     MAX_INSTANCES_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     ATTEMPT_IDS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     """Name of the host, unique in the cluster."""
     incarnation: _builtins.str
     """Changes with each start of the host."""
     max_instances: _builtins.int
     """How many instances it can run; 0 means as many as asked for."""
+    run_id: _builtins.str
+    """Run that its instances and attempts belong to; empty before the first plan."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
         """Instances that run already."""
@@ -167,6 +171,10 @@ class HostHello(_message.Message):
     @_builtins.property
     def attempt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Attempts in progress or finished and not acknowledged, by attempt id."""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAttempt]:
+        """What a dispatcher that did not send these attempts must know of them, in the same order."""
 
     def __init__(
         self,
@@ -176,14 +184,52 @@ class HostHello(_message.Message):
         max_instances: _builtins.int = ...,
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
         attempt_ids: _abc.Iterable[_builtins.str] | None = ...,
+        held: _abc.Iterable[Global___HeldAttempt] | None = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_ids", b"attempt_ids", "host_id", b"host_id", "incarnation", b"incarnation", "instances", b"instances", "max_instances", b"max_instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_ids", b"attempt_ids", "held", b"held", "host_id", b"host_id", "incarnation", b"incarnation", "instances", b"instances", "max_instances", b"max_instances", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HostHello: _TypeAlias = HostHello  # noqa: Y015
+
+@_typing.final
+class HeldAttempt(_message.Message):
+    """HeldAttempt tells a dispatcher of an attempt that one before it has sent. It attaches the call
+    that asks for the same to it, instead of sending it again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    INPUT_HASH_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Instance that the attempt was sent to."""
+    version: _builtins.int
+    """Version that it was pinned to."""
+    input_hash: _builtins.bytes
+    """input_hash of its request."""
+    num_kept: _builtins.int
+    """num_kept of its request; what it goes on from was lost with the dispatcher that kept it."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        input_hash: _builtins.bytes = ...,
+        num_kept: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_hash", b"input_hash", "instance_id", b"instance_id", "num_kept", b"num_kept", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldAttempt: _TypeAlias = HeldAttempt  # noqa: Y015
 
 @_typing.final
 class InstancePlan(_message.Message):
@@ -726,6 +772,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     NUM_KEPT_FIELD_NUMBER: _builtins.int
+    INPUT_HASH_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Vertex id, "#", attempt number."""
     instance_id: _builtins.str
@@ -741,6 +788,10 @@ class GenerateRequest(_message.Message):
     was moved to another policy; 0 for an attempt that starts from nothing. sampling.max_tokens is
     what is left. An engine that draws by counter goes on at this counter; any other one draws with
     seeds.continued_seed(sampling.seed, num_kept), since the same seed would repeat the first draws.
+    """
+    input_hash: _builtins.bytes
+    """Hash of agent, prompt and sampling, as in the vertex; set by the dispatcher, for the host to tell
+    one that is started after it.
     """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -761,10 +812,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         timeout_ms: _builtins.int = ...,
         num_kept: _builtins.int = ...,
+        input_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "instance_id", b"instance_id", "num_kept", b"num_kept", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "input_hash", b"input_hash", "instance_id", b"instance_id", "num_kept", b"num_kept", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
