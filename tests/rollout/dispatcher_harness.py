@@ -131,7 +131,7 @@ class HostStandIn:
         self.stored: set[str] = set()
         self.statuses: dict[str, eng.InstanceStatus] = {}
         self.unacked: dict[str, eng.GenerateResult] = {}
-        self.asked: dict[str, eng.GenerateRequest] = {}  # running, or ended and not acknowledged
+        self.in_hand: dict[str, eng.GenerateRequest] = {}  # running, or ended and not acknowledged
         self.run_id = ""
         self.mislabel: dict[str, Any] = {}
         self.drop_stored = False
@@ -164,12 +164,12 @@ class HostStandIn:
         self._out = asyncio.Queue()
         hello = eng.HostHello(
             host_id=self.host_id, incarnation=self.incarnation, max_instances=self.room,
-            instances=self.statuses.values(), run_id=self.run_id, attempt_ids=self.asked.keys(),
+            instances=self.statuses.values(), run_id=self.run_id, attempt_ids=self.in_hand.keys(),
             held=[
                 eng.HeldAttempt(
                     instance_id=r.instance_id, version=r.version, input_hash=r.input_hash,
                     num_kept=r.num_kept,
-                ) for r in self.asked.values()
+                ) for r in self.in_hand.values()
             ],
         )  # fmt: skip
         await call.write(eng.ConnectEngineHostRequest(hello=hello, results=self.unacked.values()))
@@ -193,7 +193,7 @@ class HostStandIn:
             self.stored.update(message.stored)
             for attempt in message.stored:
                 self.unacked.pop(attempt, None)
-                self.asked.pop(attempt, None)
+                self.in_hand.pop(attempt, None)
         reply = eng.ConnectEngineHostRequest()
         if message.HasField("plan"):
             self.run_id = message.plan.run_id
@@ -213,7 +213,7 @@ class HostStandIn:
         self.aborts.extend(message.aborts)
         for request in message.requests:
             self.requests.append(request)
-            self.asked[request.attempt_id] = request
+            self.in_hand[request.attempt_id] = request
             result = self._result(request)
             if result is not None:
                 reply.results.append(result)

@@ -526,7 +526,7 @@ async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
         # Every call of the batch was sent once, over both dispatchers.
         sent = Counter(r.attempt_id.partition("#")[0] for r in host.requests)
         assert set(sent.values()) == {1}
-        await cluster.until(lambda _: host.asked == {})
+        await cluster.until(lambda _: host.in_hand == {})
 
 
 async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
