@@ -33,16 +33,16 @@ from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.channel import Channel
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.near_store import find_near
-from flexmarl.client.request import new_request_id
 from flexmarl.client.segments import SegmentReader, SegmentWriter
+from flexmarl.client.shard_routes import ROUTES
 from flexmarl.client.shard_watch import watch_shards
 from flexmarl.client.store import StoreClient, Watched
+from flexmarl.client.vertex_order import place
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import group_of
 from flexmarl.core.shard_placement import Placement, rendezvous
 
 T = TypeVar("T")
-ItemT = TypeVar("ItemT")
 
 
 class RunStore(StoreClient):
@@ -139,6 +139,11 @@ class RunStore(StoreClient):
         return {name: self._clients[name] for name in self._placement.alive}
 
     @property
+    def names(self) -> Sequence[str]:
+        """Names of the shards that are not lost, the home shard first."""
+        return tuple(self.shards)
+
+    @property
     def lost(self) -> Sequence[str]:
         """Shards that are lost, in the list's order."""
         if self._placement is None:
@@ -206,63 +211,6 @@ class RunStore(StoreClient):
 
     # Rows
 
-    async def write_graph(
-        self,
-        run_id: str,
-        *,
-        term: int,
-        groups: Iterable[graph_pb2.Group] = (),
-        samples: Iterable[graph_pb2.Sample] = (),
-        vertices: Iterable[graph_pb2.Vertex] = (),
-        request_id: str | None = None,
-    ) -> pb.WriteGraphResponse:
-        """Write rows, atomically on each shard; a repeated call completes what is missing."""
-        request_id = request_id or new_request_id()
-        if len(self._clients) == 1:
-            return await self._home.write_graph(
-                run_id,
-                term=term,
-                groups=groups,
-                samples=samples,
-                vertices=vertices,
-                request_id=request_id,
-            )
-        by_group = answers.partition(groups, lambda g: self.shard_of(g.group_id))
-        by_sample = answers.partition(samples, lambda s: self.shard_of(s.group_id))
-        by_vertex = answers.partition(vertices, lambda v: self.shard_of(v.meta.group_id))
-        responses = await _gather(
-            {
-                name: client.write_graph(
-                    run_id,
-                    term=term,
-                    groups=by_group[name],
-                    samples=by_sample[name],
-                    vertices=by_vertex[name],
-                    request_id=request_id,
-                )
-                for name, client in self.shards.items()
-                if name in by_group or name in by_sample or name in by_vertex
-            }
-        )
-        vertex_outcomes = {name: r.vertex_outcomes for name, r in responses.items()}
-        sample_outcomes = {name: r.sample_outcomes for name, r in responses.items()}
-        return pb.WriteGraphResponse(
-            vertex_outcomes=by_vertex.in_order(vertex_outcomes),
-            sample_outcomes=by_sample.in_order(sample_outcomes),
-        )
-
-    async def close_groups(
-        self, run_id: str, closures: Iterable[pb.GroupClosure], *, term: int
-    ) -> None:
-        """End groups, atomically on each shard."""
-        parts = answers.partition(closures, lambda c: self.shard_of(c.group_id))
-        await self._each(parts, lambda client, own: client.close_groups(run_id, own, term=term))
-
-    async def void_rows(self, run_id: str, rows: Iterable[pb.VoidedRow], *, term: int) -> None:
-        """Give rows a reason not to be trained on."""
-        parts = answers.partition(rows, lambda voided: self._shard_of_ref(voided.row))
-        await self._each(parts, lambda client, own: client.void_rows(run_id, own, term=term))
-
     async def mark_rows(
         self,
         run_id: str,
@@ -276,41 +224,9 @@ class RunStore(StoreClient):
         Those of the home shard were marked by the write of the record.
         """
         done = {self.shard, *self.lost}
-        kept = (ref for ref in rows if self._shard_of_ref(ref) not in done)
-        parts = answers.partition(kept, self._shard_of_ref)
-        await self._each(
-            parts, lambda client, own: client.mark_rows(run_id, micro_batch_id, own, term=term)
-        )
-
-    async def write_columns(
-        self, run_id: str, writes: Iterable[pb.ColumnWrite], *, term: int
-    ) -> None:
-        """Give stored rows values of declared columns, atomically on each shard."""
-        parts = answers.partition(writes, lambda write: self._shard_of_ref(write.row))
-        await self._each(parts, lambda client, own: client.write_columns(run_id, own, term=term))
-
-    async def close_subgraph(
-        self, run_id: str, subgraphs: Iterable[pb.ClosedSubgraph], *, term: int
-    ) -> None:
-        """Mark subgraphs closed on every shard: each refuses the policy's rows from then on."""
-        marks = list(subgraphs)
-        await self._everywhere(lambda client: client.close_subgraph(run_id, marks, term=term))
-
-    async def get_vertices(
-        self,
-        run_id: str,
-        rows: Iterable[common_pb2.VertexRef],
-        *,
-        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_FULL,
-    ) -> Sequence[graph_pb2.Vertex]:
-        """Rows by reference, in order."""
-        if len(self._clients) == 1:
-            return await self._home.get_vertices(run_id, rows, view=view)
-        parts = answers.partition(rows, self._shard_of_ref)
-        found = await self._each(
-            parts, lambda client, own: client.get_vertices(run_id, own, view=view)
-        )
-        return parts.in_order(found)
+        left = [ref for ref in rows if (ref.shard or self.shard_of(ref.vertex_id)) not in done]
+        if left:
+            await super().mark_rows(run_id, micro_batch_id, left, term=term)
 
     async def list_vertices(
         self,
@@ -336,65 +252,11 @@ class RunStore(StoreClient):
             )
             for name, part in answers.split_filter(chosen, clients, self.shard_of).items()
         ]
-        place = answers.vertex_place(order)
-        async for vertex in answers.merge_sorted(streams, key=place, descending=descending):
+        merged = answers.merge_sorted(
+            streams, key=lambda vertex: place(vertex.meta, order), descending=descending
+        )
+        async for vertex in merged:
             yield vertex
-
-    async def list_claimable(
-        self, run_id: str, policy: str, *, max_rows: int = 0, max_tokens: int = 0
-    ) -> pb.ListClaimableResponse:
-        """Rows that a micro-batch may take, those of the oldest group first, over all shards."""
-        found = await self._everywhere(
-            lambda client: client.list_claimable(
-                run_id, policy, max_rows=max_rows, max_tokens=max_tokens
-            )
-        )
-        return answers.oldest_claimable(found.values(), max_rows=max_rows, max_tokens=max_tokens)
-
-    async def get_neighbourhood(
-        self,
-        run_id: str,
-        vertex_id: str,
-        *,
-        hops: int = 1,
-        direction: pb.EdgeDirection.ValueType = pb.EDGE_DIRECTION_UNSPECIFIED,
-        view: pb.VertexView.ValueType = pb.VERTEX_VIEW_META,
-    ) -> Sequence[graph_pb2.Vertex]:
-        """A vertex with those within some edges of it; edges stay within a sample."""
-        client = self.shards[self.shard_of(vertex_id)]
-        return await client.get_neighbourhood(
-            run_id, vertex_id, hops=hops, direction=direction, view=view
-        )
-
-    async def describe_agents(
-        self, run_id: str, *, batch: int | None = None
-    ) -> pb.DescribeAgentsResponse:
-        """Calls, edges, tokens and time per agent, over all shards."""
-        found = await self._everywhere(lambda client: client.describe_agents(run_id, batch=batch))
-        return answers.sum_agents(found.values())
-
-    async def list_samples(
-        self,
-        run_id: str,
-        *,
-        batch: int | None = None,
-        group_id: str = "",
-        evaluation: bool = False,
-    ) -> list[graph_pb2.Sample]:
-        """All samples of a batch or group, by id; see `StoreClient.list_samples`."""
-        only = self.shard_of(group_id) if group_id else None
-        found = await self._everywhere(
-            lambda client: client.list_samples(
-                run_id, batch=batch, group_id=group_id, evaluation=evaluation
-            ),
-            only=only,
-        )
-        return answers.sorted_rows(found.values(), key=lambda sample: sample.sample_id)
-
-    async def list_groups(self, run_id: str, *, batch: int | None = None) -> list[graph_pb2.Group]:
-        """All groups of a batch, by id."""
-        found = await self._everywhere(lambda client: client.list_groups(run_id, batch=batch))
-        return answers.sorted_rows(found.values(), key=lambda group: group.group_id)
 
     async def get_sample_graph(
         self,
@@ -422,18 +284,6 @@ class RunStore(StoreClient):
 
         found = await self._everywhere(ask, only=only)
         return answers.the_only(found.values(), sample_id=sample_id, run_id=run_id)
-
-    async def count_vertices(
-        self, run_id: str, *, batch: int, batch_attempt: int, consumed: Iterable[str]
-    ) -> pb.CountVerticesResponse:
-        """The account of a batch over all shards."""
-        consumed = list(consumed)
-        found = await self._everywhere(
-            lambda client: client.count_vertices(
-                run_id, batch=batch, batch_attempt=batch_attempt, consumed=consumed
-            )
-        )
-        return answers.sum_counts(found.values())
 
     async def watch(
         self,
@@ -495,24 +345,32 @@ class RunStore(StoreClient):
 
     # Routing
 
-    def _shard_of_ref(self, ref: common_pb2.VertexRef) -> str:
-        return ref.shard or self.shard_of(ref.vertex_id)
-
-    async def _each(
+    async def _call(
         self,
-        parts: answers.Parts[ItemT],
-        call: Callable[[StoreClient, list[ItemT]], Coroutine[Any, Any, T]],
-    ) -> dict[str, T]:
-        """Call every shard that has a part of the rows, with its part."""
+        method: str,
+        request: Any,  # noqa: ANN401 - a message of the contract
+        *,
+        timeout_s: float | None = None,
+        patience_s: float | None = None,
+    ) -> Any:  # noqa: ANN401 - a message of the contract
+        """Call a method where its rows are; writes are atomic on each shard."""
+        route = ROUTES.get(method)
+        if route is None or len(self._clients) == 1:
+            return await super()._call(method, request, timeout_s=timeout_s, patience_s=patience_s)
+        plan = route(request, self)
         clients = self.shards
-        unknown = [name for name in parts.shards if name not in clients]
+        unknown = [name for name in plan.parts if name not in clients]
         if unknown:
             raise DomainError(
                 ErrorReason.SHARD_NOT_FOUND,
                 f"the run has no store shard {unknown[0]!r}, or has lost it",
                 {"shard": unknown[0]},
             )
-        return await _gather({name: call(clients[name], parts[name]) for name in parts.shards})
+        ask = _all_pages if plan.paged else _ask
+        found = await _gather(
+            {name: ask(clients[name], method, part) for name, part in plan.parts.items()}
+        )
+        return plan.merge(found)
 
     async def _everywhere(
         self, call: Callable[[StoreClient], Coroutine[Any, Any, T]], *, only: str | None = None
@@ -525,6 +383,24 @@ class RunStore(StoreClient):
     async def _elsewhere(self, call: Callable[[StoreClient], Coroutine[Any, Any, T]]) -> None:
         others = [client for client in self.shards.values() if client is not self._home]
         await _gather({client.shard: call(client) for client in others})
+
+
+async def _ask(client: StoreClient, method: str, request: Any) -> Any:  # noqa: ANN401 - messages
+    return await client._call(method, request)
+
+
+async def _all_pages(client: StoreClient, method: str, request: Any) -> Any:  # noqa: ANN401 - messages
+    asked, whole = type(request)(), None
+    asked.CopyFrom(request)
+    while True:
+        page = await client._call(method, asked)
+        asked.page_token, page.next_page_token = page.next_page_token, ""
+        if whole is None:
+            whole = page
+        else:
+            whole.MergeFrom(page)
+        if not asked.page_token:
+            return whole
 
 
 async def _gather(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:

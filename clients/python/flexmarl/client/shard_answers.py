@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 
@@ -89,23 +87,6 @@ async def merge_sorted(
             (stream, await anext(stream, None) if stream is chosen else head)
             for stream, head in waiting
         ]
-
-
-def vertex_place(order: pb.VertexOrder.ValueType) -> Callable[[graph_pb2.Vertex], Any]:
-    """Where a vertex comes in a listing; as the store sorts."""
-
-    def rank(meta: graph_pb2.VertexMeta) -> float:
-        if order == pb.VERTEX_ORDER_FINISHED:
-            return meta.finished_unix_ns
-        if order == pb.VERTEX_ORDER_DURATION:
-            return meta.finished_unix_ns - meta.ready_unix_ns
-        if order == pb.VERTEX_ORDER_TOKENS:
-            return meta.num_prompt_tokens + meta.num_response_tokens
-        if order == pb.VERTEX_ORDER_REWARD:
-            return meta.reward if meta.HasField("reward") else -math.inf
-        return 0
-
-    return lambda vertex: (rank(vertex.meta), vertex.meta.agent, vertex.meta.vertex_id)
 
 
 def oldest_claimable(

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.vertex_order import rank
 from flexmarl.core import store_keys as keys
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 from flexmarl.meg_store import wire
@@ -26,8 +27,6 @@ from flexmarl.meg_store.runs import Runs
 _PAGE_BYTES: Final = MAX_MESSAGE_BYTES // 2
 _MAX_SCANNED: Final = 20_000
 _RANK: Final = struct.Struct(">q")
-_FLOAT: Final = struct.Struct(">d")
-_NO_REWARD: Final = -(1 << 63)
 
 Test = Callable[[graph_pb2.VertexMeta], bool]
 
@@ -98,7 +97,7 @@ class VertexListing:
             meta = graph_pb2.VertexMeta.FromString(value)
             if not _fits(meta, tests):
                 continue
-            place = _Ranked(_rank(meta, request.order), key, value)
+            place = _Ranked(rank(meta, request.order), key, value)
             if last is None or ((place[:2] < last) if request.descending else (place[:2] > last)):
                 best.append(place)
             if len(best) > 4 * limit:
@@ -199,23 +198,3 @@ def _tests(chosen: pb.VertexFilter, required: tuple[str, ...]) -> list[Test]:
 
 def _equals(name: str, wanted: object) -> Test:
     return lambda meta: bool(getattr(meta, name) == wanted)
-
-
-def _rank(meta: graph_pb2.VertexMeta, order: int) -> int:
-    """A number that sorts as asked; signed, of 64 bits."""
-    if order == pb.VERTEX_ORDER_FINISHED:
-        return meta.finished_unix_ns
-    if order == pb.VERTEX_ORDER_DURATION:
-        return meta.finished_unix_ns - meta.ready_unix_ns
-    if order == pb.VERTEX_ORDER_TOKENS:
-        return meta.num_prompt_tokens + meta.num_response_tokens
-    if order == pb.VERTEX_ORDER_REWARD:
-        return _rank_of_float(meta.reward) if meta.HasField("reward") else _NO_REWARD
-    return 0
-
-
-def _rank_of_float(value: float) -> int:
-    """An integer that sorts like the float: IEEE 754 bits, those of negative numbers reversed."""
-    (bits,) = _RANK.unpack(_FLOAT.pack(value + 0.0))
-    number: int = bits
-    return number if number >= 0 else number ^ ((1 << 63) - 1)
