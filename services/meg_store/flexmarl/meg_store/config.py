@@ -34,6 +34,8 @@ class StoreConfig(Section):
     """Committed versions whose number this divides are copied from memory to disk; 0: none."""
     max_queued_bytes: int = Field(default=64 << 20, ge=1)
     """Writes queued beyond this are refused with QUEUE_FULL."""
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    """Mutations are refused with DISK_FULL while the disk of `data_dir` has less room than this."""
     max_events: int = Field(default=1_000_000, ge=1024)
     """Newest events kept per run."""
     max_requests: int = Field(default=100_000, ge=1)

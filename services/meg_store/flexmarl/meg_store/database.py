@@ -95,6 +95,7 @@ class Database:
         backend: Open backend; closed by `close`.
         config: Bounds.
         on_fatal: Ends the process; called when a write failed.
+        check_room: Raises DISK_FULL while nothing more may be written.
     """
 
     def __init__(
@@ -103,10 +104,12 @@ class Database:
         *,
         config: DatabaseConfig,
         on_fatal: Callable[[BaseException], None],
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.events = EventLogs(backend, max_events=config.max_events)
         self._config = config
+        self._check_room = check_room
         self._pending: list[dict[bytes, tuple[bytes | None, Batch]]] = [{} for _ in TABLES]
         self._sequences: dict[str, int] = {}
         self.queued_bytes = 0
@@ -151,12 +154,18 @@ class Database:
         self._sequences.pop(run_id, None)
         self.events.forget(run_id)
 
-    def begin(self) -> Draft:
+    def begin(self, *, essential: bool = False) -> Draft:
         """Start a mutation.
 
+        Args:
+            essential: It gives space back, or the store itself depends on it: never refused.
+
         Raises:
-            DomainError: QUEUE_FULL.
+            DomainError: QUEUE_FULL, DISK_FULL.
         """
+        if essential:
+            return Draft(self)
+        self._check_room()
         if self.queued_bytes > self._config.max_queued_bytes:
             raise DomainError(
                 ErrorReason.QUEUE_FULL,
@@ -223,6 +232,7 @@ class Database:
         build: Callable[[Draft], Message],
         *,
         sync: bool = False,
+        essential: bool = False,
     ) -> bytes:
         """Run a mutation once per request id.
 
@@ -232,6 +242,7 @@ class Database:
             payload: The request as it came.
             build: Decides and fills the draft; raises to refuse. It must not await.
             sync: See `commit`.
+            essential: See `begin`.
 
         Returns:
             The serialised response, the same for a repeated call.
@@ -244,7 +255,7 @@ class Database:
                 ErrorReason.INVALID_ARGUMENT,
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
-        draft = self.begin()
+        draft = self.begin(essential=essential)
         digest = hashlib.sha256(payload).digest()[:_HASH_BYTES]
         key = keys.join("id", run_id, request_id)
         answered = draft.get(Table.REQUESTS, key)

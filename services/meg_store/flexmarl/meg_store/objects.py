@@ -74,7 +74,7 @@ class Objects:
 
     async def sweep_uploads(self) -> int:
         """Remove the pieces of uploads that never ended; called at start, before any upload."""
-        draft = self._database.begin()
+        draft = self._database.begin(essential=True)
         left = [key for key, _ in self._database.scan(Table.META, keys.prefix("upload"))]
         for key in left:
             _delete_pieces(draft, key[-16:])
@@ -85,7 +85,7 @@ class Objects:
 
     async def sweep_orphans(self, *, ttl_s: float, now_ns: int) -> int:
         """Remove objects without references that are older than `ttl_s`."""
-        draft = self._database.begin()
+        draft = self._database.begin(essential=True)
         oldest = now_ns - int(ttl_s * 1e9)
         removed = 0
         for key, value in self._database.scan(Table.META, keys.prefix("object")):
@@ -239,7 +239,7 @@ class Objects:
         return ref
 
     def _drop_upload(self, upload: bytes) -> Draft:
-        draft = Draft(self._database)
+        draft = self._database.begin(essential=True)
         _delete_pieces(draft, upload)
         draft.delete(Table.META, keys.prefix("upload") + upload)
         return draft

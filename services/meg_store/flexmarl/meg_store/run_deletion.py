@@ -88,7 +88,9 @@ class RunDeletion:
                 return pb.DeleteRunResponse()
 
             # Remembered under no run: it must outlive this one.
-            response = await self._database.mutate("", request.request_id, payload, build)
+            response = await self._database.mutate(
+                "", request.request_id, payload, build, essential=True
+            )
         if known:
             self._start(f"compaction after run {run_id}", self._database.compact(_ranges(run_id)))
         return response

@@ -106,7 +106,7 @@ class SegmentTiers:
                 return False
         if self._segments.find(segment.key) is not segment or segment.leases:
             return True  # freed, or in use, meanwhile
-        draft = self._database.begin()
+        draft = self._database.begin(essential=True)
         if segment.is_cached:
             self._segments.free(draft, segment)
         else:

@@ -293,7 +293,7 @@ class Segments:
             for s in self._segments.values()
             if not s.referenced and not s.leases and s.created_unix_ns < oldest_ns
         ]
-        draft = self._database.begin()
+        draft = self._database.begin(essential=True)
         for segment in orphans:
             if not segment.sealed:
                 segment.is_ours = False  # its publisher may still write
@@ -316,7 +316,7 @@ class Segments:
         if self._segments.get(key) is not segment:
             return
         segment.view.object.checksum = checksum
-        draft = self._database.begin()
+        draft = self._database.begin(essential=True)
         draft.put(Table.META, keys.join("segment", key), segment.encode())
         await self._database.commit(draft)
 

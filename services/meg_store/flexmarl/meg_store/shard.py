@@ -14,6 +14,7 @@ from flexmarl.meg_store.closures import Closures
 from flexmarl.meg_store.column_writes import ColumnWrites
 from flexmarl.meg_store.config import StoreConfig
 from flexmarl.meg_store.database import Database, DatabaseConfig
+from flexmarl.meg_store.disk_room import DiskRoom
 from flexmarl.meg_store.graph_queries import GraphQueries
 from flexmarl.meg_store.graph_writes import GraphWrites
 from flexmarl.meg_store.micro_batches import MicroBatches
@@ -54,6 +55,7 @@ class Shard:
         start: Callable[[str, Coroutine[Any, Any, Any]], object],
     ) -> None:
         self.config = config
+        self._room = DiskRoom(config.data_dir, min_free_bytes=config.min_free_bytes)
         self.database = Database(
             backend,
             config=DatabaseConfig(
@@ -63,6 +65,7 @@ class Shard:
                 max_requests=config.max_requests,
             ),
             on_fatal=on_fatal,
+            check_room=self._room.check,
         )
         self._start = start
         self._checksums: dict[str, asyncio.Event] = {}
@@ -139,7 +142,7 @@ class Shard:
     async def _claim_name(self) -> None:
         """References name this shard: its data serve under no other name."""
         name = self.config.shard
-        draft = self.database.begin()
+        draft = self.database.begin(essential=True)
         stored = draft.get(Table.META, SHARD_KEY)
         if stored is None:
             draft.put(Table.META, SHARD_KEY, name.encode())
@@ -171,6 +174,7 @@ class Shard:
             "disk_tier_bytes": self.files.used_bytes[DISK],
             "pool_bytes": self.files.pool_bytes,
             "segments_spilled": self.tiers.num_spilled,
+            "disk_free_bytes": self._room.free_bytes,
         }
 
     def _committed(self, run_id: str, version: int, segment_keys: frozenset[str]) -> None:
@@ -197,7 +201,7 @@ class Shard:
                 segments = await self.segments.sweep(
                     orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=time.monotonic()
                 )
-            except DomainError as error:  # a full queue: the next round is early enough
+            except DomainError as error:  # a damaged block: other rooms' sweeps go on
                 _log.warning("sweep_put_off", reason=error.reason.value)
                 continue
             if objects:
