@@ -15,7 +15,6 @@ from flexmarl.cli.cluster.plan import STORE, ClusterSettings
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.interrupt import Interrupted, InterruptGuard
 from flexmarl.client.run_store import RunStore
-from flexmarl.client.store import StoreClient
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
 
@@ -25,7 +24,7 @@ _CONNECT_TIMEOUT_S: Final = 15.0
 
 
 @asynccontextmanager
-async def connect_store(address: str) -> AsyncIterator[StoreClient]:
+async def connect_store(address: str) -> AsyncIterator[RunStore]:
     """Client of a store, and of all shards of the run that is read from it."""
     async with RunStore.connect(address) as store:
         await store.wait_ready(timeout_s=_CONNECT_TIMEOUT_S)
@@ -54,7 +53,7 @@ def addresses_of_running(data_dir: Path, cluster: Sequence[str]) -> Addresses:
 
 
 def with_store(
-    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]],
+    use: Callable[[RunStore, ClusterFolder], Awaitable[ResultT]],
     *,
     data_dir: Path,
     cluster: Sequence[str],
@@ -68,7 +67,7 @@ def with_store(
 
 
 async def _with_store(
-    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]],
+    use: Callable[[RunStore, ClusterFolder], Awaitable[ResultT]],
     folder: ClusterFolder,
     cluster: list[str],
 ) -> ResultT:
@@ -84,7 +83,7 @@ async def _with_store(
 
 
 async def _with_own_store(
-    use: Callable[[StoreClient, ClusterFolder], Awaitable[ResultT]], folder: ClusterFolder
+    use: Callable[[RunStore, ClusterFolder], Awaitable[ResultT]], folder: ClusterFolder
 ) -> ResultT:
     if not folder.service(STORE).is_dir():
         raise CliError(

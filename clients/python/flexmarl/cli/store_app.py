@@ -20,6 +20,9 @@ StoreDir = Annotated[
 @store_app.command()
 def snapshot(
     name: Annotated[str, typer.Option(help="Name; by default the time.")] = "",
+    run_id: Annotated[
+        str, typer.Option("--run", help="Copy all stores that this run is spread over.")
+    ] = "",
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
     as_json: AsJson = False,
@@ -27,7 +30,7 @@ def snapshot(
     """Copy a store, while it serves, into the folder `snapshots` of its data."""
     from flexmarl.cli.commands.store import snapshot as command
 
-    command(name, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
+    command(name, run_id=run_id, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
 
 
 @store_app.command()

@@ -28,6 +28,7 @@ def agents(
     """
 
     async def read(store: StoreClient, _folder: ClusterFolder) -> list[dict[str, Any]]:
+        await store.get_run(run_id)  # its further stores are asked, too
         answer = await store.describe_agents(run_id, batch=batch)
         total = sum(agent.num_vertices for agent in answer.agents)
         return [_row(agent, answer.num_samples, total) for agent in answer.agents]

@@ -38,6 +38,7 @@ def graph(
         raise CliError(f"--format {format_!r}: use one of {', '.join(DRAWINGS)}")
 
     async def read(store: StoreClient, folder: ClusterFolder) -> SampleView:
+        await store.get_run(run_id)  # its further stores are asked, too
         answer = await store.get_sample_graph(
             run_id, sample_id, view=meg_store_pb2.VERTEX_VIEW_FULL, critical_path=critical_path
         )

@@ -21,37 +21,46 @@ from flexmarl.cli.cluster.plan import STORE
 from flexmarl.cli.connect import with_store
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.output import print_json, print_line, print_table
-from flexmarl.client.store import StoreClient
+from flexmarl.client.run_store import RunStore
 
 _MODULE: Final = "flexmarl.meg_store.offline"
 
 
-def snapshot(name: str, *, data_dir: Path, cluster: Sequence[str], as_json: bool) -> None:
-    """Make a snapshot.
+def snapshot(
+    name: str, *, run_id: str, data_dir: Path, cluster: Sequence[str], as_json: bool
+) -> None:
+    """Make a snapshot of a store, or of all that a run is spread over.
 
     Raises:
-        DomainError: The name is taken, or the disk is full.
+        DomainError: The name is taken, the disk is full, a store does not answer.
     """
     chosen = name or datetime.now(tz=UTC).strftime("%Y%m%d-%H%M%S")
 
-    async def make(store: StoreClient, _folder: ClusterFolder) -> pb.CreateSnapshotResponse:
-        return await store.create_snapshot(chosen)
+    async def make(store: RunStore, _folder: ClusterFolder) -> list[pb.CreateSnapshotResponse]:
+        if run_id:
+            await store.get_run(run_id)
+        # The home shard first: the others then hold every row that its records name.
+        return [await client.create_snapshot(chosen) for client in store.shards.values()]
 
-    made = with_store(make, data_dir=data_dir, cluster=cluster)
+    answers = with_store(make, data_dir=data_dir, cluster=cluster)
     if as_json:
-        print_json(
-            {
-                "path": made.path,
-                "objects": made.num_objects,
-                "segments": made.num_segments,
-                "segment_bytes": made.segment_bytes,
-            }
-        )
+        rows = [_snapshot_row(made) for made in answers]
+        print_json(rows if run_id else rows[0])
         return
-    print_line(
-        f"{made.path}: {made.num_objects} objects, {made.num_segments} segments of "
-        f"{made.segment_bytes / 2**20:.1f} MiB; `flexmarl store restore` makes a store of it"
-    )
+    for made in answers:
+        print_line(
+            f"{made.path}: {made.num_objects} objects, {made.num_segments} segments of "
+            f"{made.segment_bytes / 2**20:.1f} MiB; `flexmarl store restore` makes a store of it"
+        )
+
+
+def _snapshot_row(made: pb.CreateSnapshotResponse) -> dict[str, Any]:
+    return {
+        "path": made.path,
+        "objects": made.num_objects,
+        "segments": made.num_segments,
+        "segment_bytes": made.segment_bytes,
+    }
 
 
 def restore(source: Path, *, data_dir: Path, store_dir: Path | None) -> int:

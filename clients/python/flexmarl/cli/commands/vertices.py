@@ -104,6 +104,7 @@ def vertices(
     chosen, order = query.to_filter(), query.to_order()
 
     async def read(store: StoreClient, _folder: ClusterFolder) -> list[graph_pb2.VertexMeta]:
+        await store.get_run(run_id)  # its further stores are asked, too
         found = store.list_vertices(
             run_id, chosen, order=order, descending=query.descending, page_size=min(limit + 1, 1000)
         )
