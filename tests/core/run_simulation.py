@@ -12,6 +12,7 @@ from random import Random
 
 from flexmarl.core.dataset_order import Cursor, DatasetOrder
 from flexmarl.core.ids import BatchId, GroupId, SampleId, is_evaluation
+from flexmarl.core.recovery import comes_again
 from flexmarl.core.run import RunCore, RunRules
 from flexmarl.core.run_effects import (
     ActivateVersion,
@@ -84,6 +85,7 @@ class Store:
     version: int | None = None
     cursor: Cursor = field(default_factory=Cursor)
     applied: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     queries: list[tuple[int, int]] = field(default_factory=list)
 
     def batch_of(self, vertex_id: str) -> int:
@@ -105,6 +107,7 @@ class Store:
                     status=self.status[name],
                     rows=rows if ended else (),
                     claimable=claimable,
+                    lost=name in self.lost,
                 )
             )
         return StoredRun(
@@ -133,6 +136,30 @@ class Store:
             ),
             states=dict(self.states),
         )
+
+    def lose_shard(self, trained: list[str]) -> None:
+        """Half of the open batch's groups go with a store shard; the home shard ends them."""
+        batch = BatchId(self.version or 0)
+        ids = [GroupId.parse(name) for name in self.groups]
+        gone = {str(g) for g in ids if g.batch == batch and g.ordinal % 2} - self.lost
+        again = comes_again(trained, self.states, batch=batch.batch)
+        self.lost |= gone
+        ended = GroupStatus.DROPPED if again else GroupStatus.CLOSED
+        self.status.update(dict.fromkeys(gone, ended))
+        saved = {name for state in self.states.values() for name in state.ledger}
+        for name, record in self.records.items():
+            if name not in saved and any(_group_of(row) in gone for row in record.rows):
+                for row in record.rows:
+                    self.void.setdefault(row.vertex_id, VoidReason.GROUP_DROPPED)
+        for facts in (self.samples, self.leaving):
+            for name in [name for name in facts if name.rpartition("-")[0] in gone]:
+                del facts[name]
+        for name in [name for name, row in self.rows.items() if _group_of(row) in gone]:
+            del self.rows[name]
+
+
+def _group_of(row: Row) -> str:
+    return row.sample_id.rpartition("-")[0]
 
 
 @dataclass
@@ -262,10 +289,25 @@ class World:
             for effect in self.pending:
                 if self.rng.random() < 0.5:
                     self.execute(effect)
-            self.pending.clear()
-            self.timers.clear()
-            self.core = RunCore(self.rules, self.order, self.store.stored())
-            self.take(self.core.handle((), now=self.now))
+            self._begin_anew()
+
+    def lose_shard(self) -> None:
+        """A store shard is lost: all services begin anew, over the others."""
+        for effect in self.pending:
+            if self.rng.random() < 0.5:
+                self.execute(effect)
+        self.running.clear()
+        self.active = None
+        self.sums.clear()
+        policies = self.rules.training.policies.items()
+        self.store.lose_shard([name for name, policy in policies if policy.trained])
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.pending.clear()
+        self.timers.clear()
+        self.core = RunCore(self.rules, self.order, self.store.stored())
+        self.take(self.core.handle((), now=self.now))
 
     def called(self, name: str) -> dict[str, str]:
         """Agents that a sample calls: the same ones in each attempt."""
@@ -354,6 +396,8 @@ class World:
                 self.sums.clear()
                 return TrainerOpened(tuple(f"slot{i}" for i in range(self.num_slots)))
             case AdmitGroups(groups=groups):
+                if not (is_evaluation(groups[0].group_id) or groups[0].group_id in store.groups):
+                    store.closed = {mark for mark in store.closed if mark[0] != effect.batch}
                 for spec in groups:
                     known = store.groups.setdefault(spec.group_id, spec)
                     assert known == spec, "a group is admitted twice alike or not at all"
@@ -459,6 +503,7 @@ class World:
             return Computed()  # the core has heard of the loss and leaves the answer aside
         assert effect.micro_batch_id in self.store.records, "the record comes first"
         assert effect.micro_batch_id not in held.ledger, "a micro-batch is handed over once"
+        assert not self.state_of(effect.policy).has_updated(effect.batch), "its update is made"
         if self.rng.random() < 0.05:
             held.dropped.add(effect.micro_batch_id)
             return Computed(non_finite=True)
@@ -509,7 +554,15 @@ class World:
         seen = [
             spec.query_index
             for name, spec in sorted(store.groups.items())
-            if GroupId.parse(name).batch.batch < version and not is_evaluation(name)
+            if GroupId.parse(name).batch.batch < version
+            and not is_evaluation(name)
+            and not spec.repeats
         ]
         expected, cursor = self.order.take(Cursor(), len(seen))
         assert (tuple(seen), store.cursor) == (expected, cursor), "queries skipped or repeated"
+        lost = {n: g for n, g in store.groups.items() if n in store.lost}
+        assert {g.replaces: g.query_index for g in store.groups.values() if g.repeats} == {
+            name: spec.query_index
+            for name, spec in lost.items()
+            if store.status[name] is GroupStatus.DROPPED
+        }, "the query of a lost group comes again, once"

@@ -53,6 +53,7 @@ def test_the_same_settings_are_no_change() -> None:
         ("policies.p.optimizer.lr", 0.1),
         ("policies.p.rollout.instances", 3),
         ("pipeline.overlap", False),
+        ("store_shards", ["b:2"]),
     ],
 )
 def test_what_only_changes_how_it_goes_on_is_accepted(key: str, value: Any) -> None:

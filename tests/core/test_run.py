@@ -16,7 +16,7 @@ from flexmarl.core.closure import ClosureRules
 from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.run import RunRules
-from flexmarl.core.states import RunStatus
+from flexmarl.core.states import RunStatus, VoidReason
 from flexmarl.core.training import TrainingRules
 
 AGENTS = {"splitter": "p1", "sorter": "p2", "merger": "p3", "judge": "frozen"}
@@ -135,6 +135,53 @@ def test_invariants_hold_when_samples_leave_policies_early(
     )
     world.run()
     world.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.02]),
+    lost_after=st.integers(0, 250),
+    on_failure=st.sampled_from(["refill", "drop_sample"]),
+)
+def test_invariants_hold_when_a_store_shard_is_lost(seed, trouble, lost_after, on_failure) -> None:
+    world = World(
+        rules(on_failure=on_failure, groups=4),
+        Random(seed),
+        trouble=trouble,
+        num_slots=2,
+        agents=AGENTS,
+        choosy=True,
+    )
+    for _ in range(lost_after):
+        if world.ended is None:
+            world.step()
+    if world.ended is None and world.core.batch is not None:
+        world.lose_shard()
+    world.run()
+    world.check()
+
+
+@pytest.mark.parametrize("num_updated", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_lost_after_their_subgraphs_closed_come_again_while_a_policy_can_learn(
+    num_updated: int, seed: int
+) -> None:
+    world = World(rules(), Random(seed), trouble=0.0, num_slots=1, agents=AGENTS)
+
+    def updated() -> int:
+        return sum(state.has_updated(1) for state in world.store.states.values())
+
+    while len([m for m in world.store.closed if m[0] == 1]) < 3 or updated() < num_updated:
+        world.step()
+    num_updated = updated()
+    world.lose_shard()
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
+    repeats = [spec for spec in world.store.groups.values() if spec.repeats]
+    assert bool(repeats) == (num_updated < 3)
+    redundant = [v for v, why in world.store.void.items() if why is VoidReason.REDUNDANT]
+    assert bool(redundant) == (0 < num_updated < 3)
 
 
 def test_a_policy_that_no_open_sample_can_reach_is_updated_early() -> None:

@@ -140,6 +140,27 @@ def test_failures_in_a_row_are_bounded() -> None:
     assert training.failure is not None
 
 
+def test_a_binding_that_succeeds_does_not_hide_that_its_work_always_fails() -> None:
+    training = Training(TrainingRules(policies={"p": PolicyRules()}))
+    training.begin_batch(BatchId(0))
+    policy = training.policies["p"]
+    policy.adopt(StateFact(version=0))
+    policy.queue.add((ROW,), group_ordinal=0)
+    policy.subgraph_closed = True
+    (create, *_) = training.due(version=0, now=0.0)
+    policy.created(create.micro_batch_id)  # type: ignore[union-attr]
+    training.trainer_opened("t0", ("slot0",))
+    now = 0.0
+    for _ in range(MAX_FAILURES):
+        assert training.failure is None
+        (bind,) = [e for e in training.due(version=0, now=now) if isinstance(e, Bind)]
+        training.done(bind, StateSaved(StateFact(version=0)), now=now)
+        (compute,) = [e for e in training.due(version=0, now=now) if isinstance(e, Compute)]
+        training.failed(compute, FAILED, now=now)
+        now += 60.0
+    assert training.failure is not None
+
+
 def test_an_answer_about_an_older_binding_is_left_aside() -> None:
     training = Training(TrainingRules(policies={"p": PolicyRules()}))
     training.trainer_opened("t0", ("slot0",))

@@ -67,8 +67,11 @@ class Cluster:
         self.folder = folder
         self.seen: dict[int, float] = {}
 
-    def up(self) -> None:
-        done = run_cli("up", "--data-dir", str(self.folder), "--slots", "2", timeout_s=240)
+    def up(self, **service_settings: object) -> None:
+        """Starts it; a setting's name has `__` for dots, such as `meg_store__server__port`."""
+        sets = [f"{key.replace('__', '.')}={value}" for key, value in service_settings.items()]
+        more = [part for item in sets for part in ("--service-set", item)]
+        done = run_cli("up", "--data-dir", str(self.folder), "--slots", "2", *more, timeout_s=240)
         assert done.returncode == 0, done.stdout + done.stderr
         self.note_processes()
 
@@ -111,20 +114,17 @@ class Cluster:
 
     def train(self, run_id: str, size: Size, out: Path, *more: str) -> subprocess.Popen[str]:
         """Starts a run and returns its client process."""
+        named = ("--run-id", run_id, *size.overrides(), *more)
+        return self._client("train", str(QUICKSTART), out, *named)
+
+    def resume(self, run_id: str, out: Path, *more: str) -> subprocess.Popen[str]:
+        """Goes on with a run and returns its client process."""
+        return self._client("resume", run_id, out, *more)
+
+    def _client(self, command: str, what: str, out: Path, *more: str) -> subprocess.Popen[str]:
+        where = ("--cluster", str(self.folder), "--out", str(out))
         return subprocess.Popen(
-            [
-                *FLEXMARL,
-                "train",
-                str(QUICKSTART),
-                "--cluster",
-                str(self.folder),
-                "--run-id",
-                run_id,
-                "--out",
-                str(out),
-                *size.overrides(),
-                *more,
-            ],
+            [*FLEXMARL, command, what, *where, *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -16,6 +16,7 @@ from integration.cluster_harness import Cluster, Size, eventually, run_cli
 from integration.whole_run import assert_whole, num_reports
 from meg_store.store_harness import StoreProcess
 
+from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.client.run_store import RunStore
 
 SIZE = Size()
@@ -39,6 +40,15 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             assert set(held) == {"s0", "s1"}
             assert all(held.values())
             assert sum(held.values()) == SIZE.versions * SIZE.groups
+            where = ("--data-dir", str(run.cluster.folder), "--json")
+            calls = json.loads(await cli("agents", run.run_id, *where))
+            assert sum(agent["calls"] for agent in calls) == SIZE.versions * SIZE.vertices
+            listed = json.loads(await cli("vertices", run.run_id, "--limit", "9999", *where))
+            assert len(listed) == SIZE.versions * SIZE.vertices
+            copies = json.loads(await cli("store", "snapshot", "--run", run.run_id, *where))
+            for copy in copies:
+                assert "no damage" in await cli("store", "check", copy["path"])
+            assert len(copies) == 2
             await cli("store", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
             assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
 
@@ -55,7 +65,37 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
         await _assert_nothing_twice(run.cluster.address("meg_store"), run.run_id)
 
 
-@dataclass(frozen=True)
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_a_store_that_stays_away_is_given_up_by_itself(tmp_path):
+    async def stays_away(run: TwoStores) -> None:
+        run.other.kill()
+
+    patience = {"orchestrator__shard_patience_s": 5}
+    async with two_stores(tmp_path, stays_away, **patience) as run:
+        await _assert_nothing_twice(run.cluster.address("meg_store"), run.run_id)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+async def test_a_run_is_resumed_with_a_store_that_has_moved(tmp_path):
+    async def moves(run: TwoStores) -> None:
+        await cli("stop", run.run_id, "--cluster", str(run.cluster.folder))
+        await eventually(lambda: run.client.poll() is not None, what="its stop", timeout_s=60)
+        run.other.kill()
+        moved = f"store_shards={json.dumps([await run.other.move()])}"
+        run.client = run.cluster.resume(run.run_id, run.out, "--set", moved)
+
+    async with two_stores(tmp_path, moves) as run:
+        home = run.cluster.address("meg_store")
+        await assert_whole(home, run.run_id, SIZE)
+        async with RunStore.connect(home) as store:
+            stored = await store.get_run(run.run_id)
+            assert [shard.name for shard in stored.shards] == ["s0", "s1"]
+            assert stored.shards[1].address == run.other.address
+
+
+@dataclass
 class TwoStores:
     """A run over the cluster's own store and another one."""
 
@@ -63,11 +103,14 @@ class TwoStores:
     other: StoreProcess
     client: subprocess.Popen[str]
     run_id: str
+    out: Path
 
 
 @asynccontextmanager
 async def two_stores(
-    tmp_path: Path, misfortune: Callable[[TwoStores], Awaitable[None]]
+    tmp_path: Path,
+    misfortune: Callable[[TwoStores], Awaitable[None]],
+    **service_settings: object,
 ) -> AsyncIterator[TwoStores]:
     """A run that something happens to after its second version, once it has ended well."""
     cluster = Cluster(tmp_path / "cluster")
@@ -75,23 +118,23 @@ async def two_stores(
     other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
     run_id = f"two-stores-{uuid.uuid4().hex[:6]}"
     out = tmp_path / "out"
-    cluster.up()
+    cluster.up(**service_settings)
     try:
         shards = f"store_shards={json.dumps([await other.start()])}"
         client = cluster.train(run_id, SIZE, out, "--set", shards)
-        run = TwoStores(cluster, other, client, run_id)
+        run = TwoStores(cluster, other, client, run_id, out)
         try:
             await eventually(
                 lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120
             )
             await misfortune(run)
-            await eventually(lambda: client.poll() is not None, what="its end", timeout_s=150)
-            output = client.stdout.read()
-            assert client.returncode == 0, output
+            await eventually(lambda: run.client.poll() is not None, what="its end", timeout_s=150)
+            output = run.client.stdout.read()
+            assert run.client.returncode == 0, output
         finally:
-            if client.poll() is None:
-                client.kill()
-                print(client.communicate()[0])
+            if run.client.poll() is None:
+                run.client.kill()
+                print(run.client.communicate()[0])
         yield run
     finally:
         cluster.down()
@@ -127,5 +170,6 @@ async def _assert_nothing_twice(home: str, run_id: str) -> None:
             for g in await store.list_groups(run_id)
             if g.repeats_query
         }
-        assert repeated == {g.group_id: g.query_index for g in lost}
+        dropped = [g for g in lost if g.status == common_pb2.GROUP_STATUS_DROPPED]
+        assert repeated == {g.group_id: g.query_index for g in dropped}
         assert len({g.batch for g in lost}) <= 1

@@ -90,6 +90,7 @@ class StoreProcess:
             *settings,
         )
         self._port = 0
+        self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self, *settings: str) -> list[str]:
@@ -118,7 +119,13 @@ class StoreProcess:
             await asyncio.sleep(0.02)
         described = json.loads(self.address_file.read_text())
         self._port = described["port"]
-        return str(described["address"])
+        self.address = str(described["address"])
+        return self.address
+
+    async def move(self) -> str:
+        """Start on another port."""
+        self._port = 0
+        return await self.start()
 
     def kill(self) -> None:
         """`kill -9`."""

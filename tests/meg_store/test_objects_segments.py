@@ -158,6 +158,18 @@ class TestRuns:
         stale = store.update_run_status(RUN, common.RUN_STATUS_RUNNING, term=0)
         assert await refusal(stale) == "TERM_STALE"
 
+    async def test_shards_may_move_but_not_change(self, opened):
+        store = opened[0]
+        shards = [common.ShardAddress(name=name, address="h:1") for name in ("s0", "s1")]
+        await store.create_run(a_run(shards=shards))
+        term = await store.acquire_term(RUN, "orchestrator", holder="test")
+        running = common.RUN_STATUS_RUNNING
+        shards[1].address = "h:2"
+        run = await store.update_run_status(RUN, running, term=term, shards=shards)
+        assert (list(run.shards), await store.get_run(RUN)) == (shards, run)
+        other = store.update_run_status(RUN, running, term=term, shards=shards[:1])
+        assert await refusal(other) == "INVALID_ARGUMENT"
+
     async def test_client_stops_a_run_without_a_term(self, store, term):
         stopped = await store.update_run_status(RUN, common.RUN_STATUS_STOPPED, term=0)
         assert stopped.status == common.RUN_STATUS_STOPPED

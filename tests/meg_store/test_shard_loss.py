@@ -7,6 +7,7 @@ from meg_store.store_harness import RUN, a_group, a_run, a_sample, a_vertex, ser
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import ConflictError, InvalidError, NotFoundError
 from flexmarl.client.run_store import RunStore
 
@@ -56,6 +57,37 @@ async def test_groups_that_went_are_kept_dropped_and_their_rows_count(home):
     assert [ref.vertex_id for ref in counts.open_rows] == [vertex.meta.vertex_id]
     groups = await home.list_groups(RUN, batch=0)
     assert [g.lost_shard for g in groups] == ["", "s1", "s1"]
+
+
+async def test_group_that_comes_again_opens_the_subgraphs_of_its_batch(home):
+    term = await home.acquire_term(RUN, "orchestrator", holder="test")
+    await home.write_graph(RUN, term=term, groups=[a_group(), a_group(1)])
+    mark = pb.ClosedSubgraph(policy="p")
+    await home.close_subgraph(RUN, [pb.ClosedSubgraph(policy="q"), mark], term=term)
+    late = [a_vertex(group=1)]
+    refused = await home.write_graph(RUN, term=term, vertices=late)
+    assert list(refused.vertex_outcomes) == [pb.WRITE_OUTCOME_SUBGRAPH_CLOSED]
+    await home.lose_shard(RUN, "s1", term=term, groups=[gone(7)])
+    again = a_group(8, replaces_group_id=a_group(7).group_id, repeats_query=True)
+    written = await home.write_graph(
+        RUN, term=term, groups=[again], vertices=[a_vertex(group=8)], samples=[a_sample(group=8)]
+    )
+    assert list(written.vertex_outcomes) == [pb.WRITE_OUTCOME_ACCEPTED]
+    # Closed again, and an admission that is repeated changes nothing.
+    await home.close_subgraph(RUN, [mark], term=term)
+    refused = await home.write_graph(RUN, term=term, groups=[again], vertices=late)
+    assert list(refused.vertex_outcomes) == [pb.WRITE_OUTCOME_SUBGRAPH_CLOSED]
+
+
+async def test_group_that_went_after_its_batch_was_trained_is_kept_closed(home):
+    term = await home.acquire_term(RUN, "orchestrator", holder="test")
+    closed = a_group(7, status=common.GROUP_STATUS_CLOSED, lost_shard="s1", lost_rows={"p": 1})
+    await home.lose_shard(RUN, "s1", term=term, groups=[closed])
+    counts = await home.count_vertices(RUN, batch=0, batch_attempt=0, consumed=[])
+    assert dict(counts.policies["p"].voided) == {"group_dropped": 1}
+    opened = a_group(8, lost_shard="s1")
+    with pytest.raises(InvalidError, match="has ended"):
+        await home.lose_shard(RUN, "s1", term=term, groups=[opened])
 
 
 async def test_what_cannot_be_lost_is_refused(home):

@@ -10,7 +10,7 @@ the store acknowledged it (admit, read, close) or told that a sample ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import assert_never
@@ -158,6 +158,7 @@ class BatchGroups:
         self._left: set[str] = set()
         self._reaching: dict[str, str] = {}
         self._gaps: tuple[GroupSpec, ...] = ()
+        self._updated: Collection[str] = ()
 
     # What is known
 
@@ -247,12 +248,28 @@ class BatchGroups:
             group.stage = GroupStage.OPEN
             self._to_start.extend(group.sample_id(ordinal) for ordinal in group.current)
 
-    def restore(self, stored: Sequence[StoredGroup], samples: Iterable[SampleFact]) -> None:
-        """Takes up what the store has of the batch."""
+    def restore(
+        self,
+        stored: Sequence[StoredGroup],
+        samples: Iterable[SampleFact],
+        *,
+        updated: Collection[str] = (),
+    ) -> None:
+        """Takes up what the store has of the batch.
+
+        Args:
+            stored: Its groups.
+            samples: Its sample attempts.
+            updated: Policies whose update is made: rows that groups bring in place of lost ones
+                come too late for it.
+        """
+        self._updated = updated
         for item in sorted(stored, key=lambda item: item.spec.ordinal):
             group = self._add(item.spec, GroupStage.OPEN)
             self._replaced += bool(item.spec.replaces) and not item.spec.repeats
-            group.lost = item.lost
+            if item.lost:
+                group.lost = True
+                group.current.clear()  # what its samples were went with it
             if item.status is not GroupStatus.OPEN:
                 self._end(group, item.status, released=len(item.claimable))
                 group.rows = item.rows
@@ -330,7 +347,7 @@ class BatchGroups:
         if self._held and self._whole_batch_known():
             self._closures.extend(self._whitened())
             self._held.clear()
-        effects.extend(replace(c, released=chained(c.released)) for c in self._closures)
+        effects.extend(self._final(closure) for closure in self._closures)
         self._closures.clear()
         # One write at a time: a crash between two could leave a gap, and its query untaken.
         if self._to_replace and not self._admitting:
@@ -399,6 +416,13 @@ class BatchGroups:
             voided=(*dropped, *voided),
             reason=group.decision.reason,
         )
+
+    def _final(self, closure: CloseGroup) -> CloseGroup:
+        """The closure as it is written: with its chains, and what comes too late to be in them."""
+        late = [item.row for item in closure.released if item.row.policy in self._updated]
+        kept = [item for item in closure.released if item.row.policy not in self._updated]
+        voided = (RowVoid(row, VoidReason.REDUNDANT) for row in late)
+        return replace(closure, released=chained(kept), voided=(*closure.voided, *voided))
 
     def _whole_batch_known(self) -> bool:
         """Whether no group can come or end any more but those that are held."""

@@ -38,6 +38,7 @@ ACCEPTED: Final = (
     "trainer.*",
     "pipeline.*",
     "trackers.*",
+    "store_shards",
 )
 """Keys that may change, as patterns."""
 

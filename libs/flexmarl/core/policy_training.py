@@ -204,7 +204,7 @@ class PolicyTraining:
         """Believe the newest saved state alone."""
         self._saved = state
         self.has_state = True
-        self.applied = state.applied and state.version == self._batch.batch + 1
+        self.applied = state.has_updated(self._batch.batch)
         self.unsaved_since = None
         for record in self.records.values():
             if record.stage is RecordStage.CREATING or record.voided:

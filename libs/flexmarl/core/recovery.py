@@ -6,13 +6,17 @@ them, and the ordinary rules find what is due.
 - Groups that are closed keep their released rows; those in no record form micro-batches.
 - Groups that are open, with all samples ended, are decided again; the same facts, the same end.
 - Records are in a sum when the newest saved ledger says so; others are handed out again.
+- Groups that went with a store shard come again as long as a policy can learn from them. Its rows
+  of policies whose update was made by then are void: an update is never made twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from flexmarl.core.batch import BatchGroups
 from flexmarl.core.chains import folded
-from flexmarl.core.run_events import StoredRun
+from flexmarl.core.run_events import StateFact, StoredRun
 from flexmarl.core.training import Training
 from flexmarl.core.training_rows import Row
 
@@ -29,11 +33,23 @@ def restore_batch(stored: StoredRun, batch: BatchGroups | None, training: Traini
         for policy in training.policies.values():
             policy.has_state = True
     if batch is not None and stored.groups:
-        batch.restore(stored.groups, stored.samples)
+        updated = {name for name, state in stored.states.items() if state.has_updated(batch.number)}
+        batch.restore(stored.groups, stored.samples, updated=updated)
         _restore_records(stored, training)
     for name, state in sorted(stored.states.items()):
         if name in training.policies:
             training.policies[name].adopt(state)
+
+
+def comes_again(trained: Iterable[str], states: Mapping[str, StateFact], *, batch: int) -> bool:
+    """Whether the queries of groups that went with a store shard come again.
+
+    Args:
+        trained: The trained policies.
+        states: Newest state of each policy that has one.
+        batch: The open batch.
+    """
+    return not all(name in states and states[name].has_updated(batch) for name in trained)
 
 
 def _restore_records(stored: StoredRun, training: Training) -> None:

@@ -29,6 +29,10 @@ class StateFact:
     applied: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def has_updated(self, batch: int) -> bool:
+        """Whether the policy's update of a batch is made: it takes no further row of it."""
+        return self.applied and self.version == batch + 1
+
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
@@ -146,7 +150,8 @@ Event = (
 class StoredGroup:
     """A group of the open batch, as the store has it; `rows` only where it is terminal.
 
-    `lost`: it went with its store shard, and is dropped.
+    `lost`: it went with its store shard. It is dropped, and its query comes again; closed where
+    every policy's update of the batch was made already.
     """
 
     spec: GroupSpec

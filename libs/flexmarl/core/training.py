@@ -153,7 +153,8 @@ class Training:
             return False
         took_s = now - binding.operation_since
         binding.operation = None
-        policy.failures = 0
+        if not isinstance(effect, Bind):
+            policy.failures = 0  # a binding alone gets nothing done; what follows may always fail
         if isinstance(effect, Compute):
             num_tokens = policy.records[effect.micro_batch_id].num_tokens
             policy.estimates.computed(num_tokens, took_s=took_s, units=len(binding.slots))

@@ -452,7 +452,8 @@ class RunConfig(_Section):
     """What an acknowledged write survives: power loss, or the death of every process."""
     store_shards: tuple[str, ...] = ()
     """Further MEG Stores, host:port each: the run's groups are spread over them and the cluster's
-    own store, which is the home shard. Fixed for the run's life."""
+    own store, which is the home shard. Which stores they are is fixed for the run's life; a resumed
+    run may be told where they are now."""
     vertex_events: bool = False
     """Every finished call is an event that can be watched; its write costs about twice as much."""
     workflow: WorkflowConfig

@@ -117,8 +117,9 @@ class StoreClient(StoreSegments):
         term: int,
         failure: common_pb2.Failure | None = None,
         config_json: bytes = b"",
+        shards: Iterable[common_pb2.ShardAddress] = (),
     ) -> graph_pb2.Run:
-        """Move a run to a state; with another configuration, where one is given."""
+        """Move a run to a state; with another configuration, or addresses of shards, if given."""
         request = pb.UpdateRunStatusRequest(
             request_id=new_request_id(),
             run_id=run_id,
@@ -126,6 +127,7 @@ class StoreClient(StoreSegments):
             status=status,
             failure=failure,
             config_json=config_json,
+            shards=shards,
         )
         response: pb.UpdateRunStatusResponse = await self._call("UpdateRunStatus", request)
         return response.run

@@ -16,7 +16,7 @@ from flexmarl.core.ids import check_name
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.database import Draft
-from flexmarl.meg_store.graph_writes import closed_key, group_event
+from flexmarl.meg_store.graph_writes import closed_key, closed_policies, group_event
 from flexmarl.meg_store.rows import Rows
 from flexmarl.meg_store.runs import Runs
 
@@ -65,9 +65,11 @@ class Closures:
         self._start(draft, request.run_id, request.term)
         for mark in request.subgraphs:
             policy = check_name(mark.policy, what="policy")
-            key = closed_key(request.run_id, mark.batch, mark.batch_attempt, policy)
-            if draft.get(Table.META, key) is None:
-                draft.put(Table.META, key, b"")
+            scope = (request.run_id, mark.batch, mark.batch_attempt)
+            closed = closed_policies(draft, *scope)
+            if policy not in closed:
+                value = "\0".join((*closed, policy)).encode()
+                draft.put(Table.META, closed_key(*scope), value)
                 event = pb.Event(kind=pb.EVENT_KIND_SUBGRAPH_CLOSED, closed_subgraph=mark)
                 draft.event(request.run_id, event)
         return pb.CloseSubgraphResponse()

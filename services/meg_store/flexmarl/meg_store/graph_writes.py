@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -118,7 +118,7 @@ class _Call:
         self._recent = recent
         self._group_open: dict[str, bool] = {}
         self._sample_over: dict[str, bool] = {}
-        self._closed: dict[tuple[int, int, str], bool] = {}
+        self._closed: dict[tuple[int, int], Collection[str]] = {}
         self._new_edges: dict[str, list[str]] = {}
         self.num_late = 0
 
@@ -142,6 +142,7 @@ class _Call:
         checks.check_size(group.group_id, len(value), checks.MAX_GROUP_BYTES)
         self._draft.put(Table.GRAPH, key, value)
         self._draft.event(self._run_id, group_event(group))
+        self._open_subgraphs(group)
 
     def write_vertex(self, vertex: graph_pb2.Vertex) -> WriteOutcome:
         """Decide over one vertex."""
@@ -269,13 +270,19 @@ class _Call:
     def _is_closed(self, meta: graph_pb2.VertexMeta) -> bool:
         if is_evaluation(meta.vertex_id):
             return False  # what is never trained on may end whenever it likes
-        scope = (meta.batch, meta.batch_attempt, meta.policy)
+        scope = (meta.batch, meta.batch_attempt)
         known = self._closed.get(scope)
         if known is None:
-            key = closed_key(self._run_id, *scope)
-            known = bool(meta.policy) and self._draft.get(Table.META, key) is not None
-            self._closed[scope] = known
-        return known
+            known = self._closed[scope] = closed_policies(self._draft, self._run_id, *scope)
+        return meta.policy in known
+
+    def _open_subgraphs(self, group: graph_pb2.Group) -> None:
+        """What was closed was closed for the groups that were known then."""
+        if is_evaluation(group.group_id):
+            return
+        scope = (group.batch, group.batch_attempt)
+        if closed_policies(self._draft, self._run_id, *scope):
+            self._draft.delete(Table.META, closed_key(self._run_id, *scope))
 
     def _is_stored(self, vertex_id: str) -> bool:
         if (self._run_id, vertex_id) in self._recent:
@@ -303,9 +310,15 @@ def _is_news(stored: graph_pb2.Sample, row: graph_pb2.Sample) -> bool:
     return row.status != stored.status or len(row.left_policies) > len(stored.left_policies)
 
 
-def closed_key(run_id: str, batch: int, batch_attempt: int, policy: str) -> bytes:
-    """Key of the mark that a subgraph is closed."""
-    return keys.join("closed", run_id, str(batch), str(batch_attempt), policy)
+def closed_key(run_id: str, batch: int, batch_attempt: int) -> bytes:
+    """Key of a batch's closed subgraphs: the names of their policies, joined by NUL."""
+    return keys.join("closed", run_id, str(batch), str(batch_attempt))
+
+
+def closed_policies(draft: Draft, run_id: str, batch: int, batch_attempt: int) -> list[str]:
+    """Policies whose subgraph of a batch is closed."""
+    value = draft.get(Table.META, closed_key(run_id, batch, batch_attempt))
+    return value.decode().split("\0") if value else []
 
 
 def group_event(group: graph_pb2.Group) -> pb.Event:

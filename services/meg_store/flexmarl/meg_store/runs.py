@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -160,15 +160,17 @@ class Runs:
         """Move a run to a state; the state it is in is answered unchanged.
 
         Raises:
-            DomainError: RUN_NOT_FOUND, TERM_STALE, STATE_TRANSITION_REFUSED.
+            DomainError: RUN_NOT_FOUND, TERM_STALE, STATE_TRANSITION_REFUSED, INVALID_ARGUMENT for
+                another list of shards.
         """
         entry = self.require(request.run_id)
         if request.term != 0 or request.status != common_pb2.RUN_STATUS_STOPPED:
             self.check_term(draft, entry, fencing.ORCHESTRATOR_SCOPE, request.term)
         run = self.read(request.run_id)
         old, new = RUN_STATUS.to_core(run.status), RUN_STATUS.to_core(request.status)
-        changed = request.config_json not in (b"", run.config_json)
-        if changed:
+        changed = _move_shards(run, request.shards)
+        if request.config_json not in (b"", run.config_json):
+            changed = True
             run.config_json = request.config_json
         if old is not new:
             if not RUN.allows(old, new):
@@ -276,6 +278,17 @@ class Runs:
             columns={column.name: column.type for column in run.columns},
             required=tuple(column.name for column in run.columns if column.required),
         )
+
+
+def _move_shards(run: graph_pb2.Run, shards: Sequence[common_pb2.ShardAddress]) -> bool:
+    """Note where shards are now; returns whether any has moved."""
+    if shards and [shard.name for shard in shards] != [shard.name for shard in run.shards]:
+        raise _invalid(f"run {run.run_id!r}: its list of store shards is fixed")
+    moved = False
+    for known, shard in zip(run.shards, shards, strict=False):
+        moved |= known.address != shard.address
+        known.address = shard.address
+    return moved
 
 
 def _identity(run: graph_pb2.Run) -> bytes:

@@ -1,7 +1,8 @@
 """What the home shard keeps of a shard that is lost: that it is, and what went with it.
 
-A group that went is kept here as a dropped one, with the number of its finished rows that were not
-consumed: they count as void (group_dropped). Rows that were consumed are named by their records.
+A group that went is kept here as a dropped one, or as a closed one where its batch was trained by
+then, with the number of its finished rows that were not consumed: they count as void
+(group_dropped). Rows that were consumed are named by their records.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Collection
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.client.enums import VOID_REASON
 from flexmarl.core import fencing
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -24,7 +24,10 @@ from flexmarl.meg_store.graph_writes import group_event
 from flexmarl.meg_store.micro_batches import record_key
 from flexmarl.meg_store.runs import RunEntry, Runs
 
-_REASON = VOID_REASON.to_wire(VoidReason.GROUP_DROPPED)
+_ENDS = (
+    (common_pb2.GROUP_STATUS_DROPPED, common_pb2.VOID_REASON_GROUP_DROPPED),
+    (common_pb2.GROUP_STATUS_CLOSED, common_pb2.VOID_REASON_UNSPECIFIED),
+)
 
 
 class ShardLoss:
@@ -39,7 +42,7 @@ class ShardLoss:
 
         Raises:
             DomainError: RUN_NOT_FOUND, TERM_STALE, SHARD_NOT_FOUND, INVALID_ARGUMENT for the home
-                shard or a group that is not a dropped one.
+                shard or a group that has not ended.
         """
         entry = self._runs.require(request.run_id)
         self._runs.require_home(entry)
@@ -104,9 +107,8 @@ class ShardLoss:
 
     def _keep(self, draft: Draft, run_id: str, group: graph_pb2.Group) -> None:
         checks.check_group(group)
-        dropped = common_pb2.GROUP_STATUS_DROPPED
-        if group.status != dropped or group.drop_reason != _REASON:
-            raise ValueError(f"group {group.group_id!r}: what went with a shard is dropped")
+        if (group.status, group.drop_reason) not in _ENDS:
+            raise ValueError(f"group {group.group_id!r}: what went with a shard has ended")
         key = keys.join("group", run_id, group.group_id)
         if draft.get(Table.GRAPH, key) is None:
             draft.put(Table.GRAPH, key, group.SerializeToString())

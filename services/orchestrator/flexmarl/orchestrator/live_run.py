@@ -171,6 +171,7 @@ class LiveRun:
             common_pb2.RUN_STATUS_RUNNING,
             term=term,
             config_json=self._run.config_json,
+            shards=self.store.addresses if self._run.shards else (),
         )
         context = RunContext(
             run_id=self.run_id,

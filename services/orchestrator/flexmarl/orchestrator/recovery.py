@@ -11,6 +11,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.enums import GROUP_STATUS
 from flexmarl.core.dataset_order import Cursor
+from flexmarl.core.fencing import policy_scope
 from flexmarl.core.run_effects import GroupSpec
 from flexmarl.core.run_events import StoredGroup, StoredRecord, StoredRun
 from flexmarl.core.states import GroupStatus
@@ -34,6 +35,8 @@ async def read_stored_run(
     """
     store, run_id = context.store, context.run_id
     context.manifest = await store.get_manifest(run_id)
+    if store.lost:
+        await _fence_trainers(context)
     for policy in sorted(context.config.policies):
         state = await store.get_state(run_id, policy)
         if state is not None:
@@ -71,6 +74,13 @@ async def read_stored_run(
         states=states,
         evaluated=evaluated,
     )
+
+
+async def _fence_trainers(context: RunContext) -> None:
+    """Nobody may save a state any more that the groups in place of lost ones do not know of."""
+    for policy in sorted(context.config.policies):
+        scope = policy_scope(policy)
+        await context.store.acquire_term(context.run_id, scope, holder="orchestrator")
 
 
 async def _evaluated(context: RunContext, version: int) -> tuple[SampleFact, ...]:

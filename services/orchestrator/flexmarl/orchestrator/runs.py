@@ -15,8 +15,9 @@ from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorReason, not_built
 from flexmarl.orchestrator.config import OrchestratorConfig
 from flexmarl.orchestrator.live_run import LiveRun
+from flexmarl.orchestrator.moved_shards import moved_shards
 from flexmarl.orchestrator.owned_runs import OwnedRun, OwnedRuns
-from flexmarl.orchestrator.rules import check_changes
+from flexmarl.orchestrator.rules import check_changes, parse_config
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.spans import SpanRecorder
@@ -180,11 +181,15 @@ class Runs:
         config_json: bytes,
     ) -> LiveRun:
         run = await store.get_run(run_id)
+        # The home shard is where it answers now; the others are where they were last.
+        others: Sequence[common_pb2.ShardAddress] = run.shards[1:]
         if config_json:
             check_changes(run.config_json, config_json)
+            addresses = parse_config(config_json).store_shards
+            if addresses != parse_config(run.config_json).store_shards:
+                patience_s = self._config.store_patience_s
+                others = await moved_shards(others, addresses, patience_s=patience_s)
             run.config_json = config_json  # stored once the run's term is held
-        # The home shard is where it answers now; the others are where the run was stored with.
-        others = run.shards[1:]
         store.use_shards([home, *others], patience_s=self._config.shard_patience_s)
         live = LiveRun(
             run,

@@ -2,7 +2,8 @@
 
 noticed  a call failed for longer than shard_patience_s, or the home shard says so (`store lost`)
 recorded on the home shard; the other services let go of the run, which is taken up again
-taken up the shard's groups of the open batch are dropped, their queries come again
+taken up the shard's groups of the open batch are dropped, their queries come again; they are closed
+         where every policy's update is made, so that nothing could be learnt from them any more
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.ids import BatchId, GroupId, group_of
+from flexmarl.core.recovery import comes_again
 from flexmarl.core.training_rows import Row
 from flexmarl.orchestrator.context import RunContext
-from flexmarl.orchestrator.convert import cursor_of
+from flexmarl.orchestrator.convert import cursor_of, state_fact
 
 _CAUSES = (ErrorReason.UNAVAILABLE.value, ErrorReason.SHARD_LOST.value)
 
@@ -37,7 +39,7 @@ async def settle_losses(
     *,
     known_rows: Mapping[str, Collection[Row]],
 ) -> None:
-    """Drop what went with lost shards: groups on the home shard, rows of micro-batches with it.
+    """End what went with lost shards: groups on the home shard, rows of micro-batches with it.
 
     Args:
         context: The run.
@@ -49,10 +51,12 @@ async def settle_losses(
     consumed = {name for state in context.states.values() for name in state.ledger}
     unconsumed = [record for record in records if record.micro_batch_id not in consumed]
     missing = _missing(context, groups, records)
+    dropped = _comes_again(context)
     for shard in store.lost:
         gone = [group for group in missing if store.was_on(group.group_id, shard)]
         for group in gone:
             group.lost_shard = shard
+            _end(group, dropped=dropped)
             group.lost_rows.update(_lost_rows(group.group_id, records, consumed, known_rows))
         if gone:
             await store.lose_shard(run_id, shard, term=context.term, groups=gone)
@@ -91,12 +95,25 @@ def _missing(
                 ordinal=ordinal,
                 query_index=order.row_at(order.advance(cursor, position)),
                 num_samples=context.config.batch.samples_per_group,
-                status=common_pb2.GROUP_STATUS_DROPPED,
-                drop_reason=common_pb2.VOID_REASON_GROUP_DROPPED,
             )
         )
         position += 1
     return missing
+
+
+def _comes_again(context: RunContext) -> bool:
+    manifest = context.manifest
+    assert manifest is not None, "a batch begins with a manifest"
+    trained = [name for name, p in context.config.policies.items() if p.kind == "trained"]
+    states = {name: state_fact(state) for name, state in context.states.items()}
+    return comes_again(trained, states, batch=manifest.version)
+
+
+def _end(group: graph_pb2.Group, *, dropped: bool) -> None:
+    group.status = common_pb2.GROUP_STATUS_CLOSED
+    if dropped:
+        group.status = common_pb2.GROUP_STATUS_DROPPED
+        group.drop_reason = common_pb2.VOID_REASON_GROUP_DROPPED
 
 
 def _lost_rows(

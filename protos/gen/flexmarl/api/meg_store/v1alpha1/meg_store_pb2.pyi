@@ -373,6 +373,7 @@ class UpdateRunStatusRequest(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this call."""
     run_id: _builtins.str
@@ -389,6 +390,12 @@ class UpdateRunStatusRequest(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why, with RUN_STATUS_FAILED."""
 
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]:
+        """Where the run's shards answer now, the same names in the same order; empty: where they are stored with. Set by
+        the orchestrator.
+        """
+
     def __init__(
         self,
         *,
@@ -398,10 +405,11 @@ class UpdateRunStatusRequest(_message.Message):
         status: _common_pb2.RunStatus.ValueType = ...,
         failure: _common_pb2.Failure | None = ...,
         config_json: _builtins.bytes = ...,
+        shards: _abc.Iterable[_common_pb2.ShardAddress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "failure", b"failure", "request_id", b"request_id", "run_id", b"run_id", "status", b"status", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "failure", b"failure", "request_id", b"request_id", "run_id", b"run_id", "shards", b"shards", "status", b"status", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -452,7 +460,9 @@ class LoseShardRequest(_message.Message):
     """The shard; not the home shard."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_graph_pb2.Group]:
-        """Groups of the open batch that went with it, dropped, with lost_rows; kept on the home shard."""
+        """Groups of the open batch that went with it, with lost_rows; kept on the home shard. They are dropped, or closed
+        where every policy's update of the batch was made.
+        """
 
     def __init__(
         self,
@@ -1976,7 +1986,9 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class ClosedSubgraph(_message.Message):
-    """ClosedSubgraph is the durable mark of one (batch, policy)."""
+    """ClosedSubgraph is the durable mark of one (batch, policy). The admission of a further group of the batch, in place of
+    one that was lost, lifts the batch's marks on the group's shard: what was closed was closed for the groups known then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
