@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from meg_store.store_harness import RUN, StoreProcess, a_group, a_run, a_vertex, closure, ref
+from meg_store.store_harness import RUN, StoreProcess, a_group, a_run, a_vertex, closure
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import UnavailableError
 from flexmarl.client.run_store import RunStore
@@ -96,6 +97,11 @@ async def stores_on(nodes: list[Node], folder: Path) -> AsyncIterator[RunStore]:
         yield run_store
 
 
+def reference(store: RunStore, row: graph.Vertex) -> common.VertexRef:
+    shard = store.shard_of(row.meta.group_id)
+    return common.VertexRef(shard=shard, vertex_id=row.meta.vertex_id, agent=row.meta.agent)
+
+
 @pytest.mark.parametrize("num_nodes", [2, 3])
 async def test_rows_and_segments_lie_on_several_nodes_and_a_cut_one_is_named(tmp_path, num_nodes):
     with network(num_nodes) as nodes:
@@ -105,6 +111,8 @@ async def test_rows_and_segments_lie_on_several_nodes_and_a_cut_one_is_named(tmp
             groups = [a_group(group) for group in range(NUM_GROUPS)]
             await store.write_graph(RUN, term=term, groups=groups, vertices=rows)
             ends = [closure(row, group=number) for number, row in enumerate(rows)]
+            for end, row in zip(ends, rows, strict=True):
+                end.released[0].row.CopyFrom(reference(store, row))
             await store.close_groups(RUN, ends, term=term)
             held = {name: len(await c.list_groups(RUN)) for name, c in store.shards.items()}
             assert all(held.values())
@@ -127,9 +135,9 @@ async def test_rows_and_segments_lie_on_several_nodes_and_a_cut_one_is_named(tmp
                 await store.list_claimable(RUN, "p")
             assert caught.value.metadata["shard"] == last
             # Rows of the other nodes are read and written meanwhile.
-            assert list(await store.get_vertices(RUN, [ref(row) for row in here]))
+            assert list(await store.get_vertices(RUN, [reference(store, row) for row in here]))
             nodes[-1].join()
             await store.wait_ready()
-            found = await store.get_vertices(RUN, [ref(row) for row in there])
+            found = await store.get_vertices(RUN, [reference(store, row) for row in there])
             assert [v.meta.vertex_id for v in found] == [row.meta.vertex_id for row in there]
             assert len((await store.list_claimable(RUN, "p")).rows) == NUM_GROUPS
