@@ -15,6 +15,7 @@ from benchmarks.report import Report
 
 NAMES = ("store", "rollout", "trainer", "pipeline")
 PARTS = {
+    "store": ("store", "store_scale"),
     "rollout": ("balance", "rollout", "hot_queue", "in_flight", "weight_updates"),
     "trainer": ("trainer", "trainer_tokens"),
 }

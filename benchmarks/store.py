@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import store_scale
 from benchmarks.report import Report
-from benchmarks.store_process import described, serving, start_module
+from benchmarks.store_process import described, scratch, serving, start_module
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -54,31 +54,20 @@ def run(report: Report) -> None:
 
 
 async def _run(report: Report) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/var/tmp"))
-    shm = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/dev/shm"))
-    try:
-        with serving(folder, shm) as process:
-            address = process.address
-            async with _echo() as echo_address, StoreClient.connect(address) as store:
-                await _prepare(store)
-                await _single(report, store, echo_address, folder)
-                written = await _bulk(report, address, process.pid)
-                await _reads(report, store, samples=range(1, 1 + written))
-                await _beside_bulk(report, store, address)
-                await store_scale.stalls(
-                    report,
-                    address,
-                    lambda: asyncio.create_task(
-                        _write_for(address, first=700_000, seconds=ROUND_S)
-                    ),
-                )
-                await _publish(report, store)
-        shutil.rmtree(folder / "data")
-        with serving(folder, shm) as process:
-            await store_scale.measure(report, process)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(shm, ignore_errors=True)
+    with scratch() as (folder, shm), serving(folder, shm) as process:
+        address = process.address
+        async with _echo() as echo_address, StoreClient.connect(address) as store:
+            await _prepare(store)
+            await _single(report, store, echo_address, folder)
+            written = await _bulk(report, address, process.pid)
+            await _reads(report, store, samples=range(1, 1 + written))
+            await _beside_bulk(report, store, address)
+            await store_scale.stalls(
+                report,
+                address,
+                lambda: asyncio.create_task(_write_for(address, first=700_000, seconds=ROUND_S)),
+            )
+            await _publish(report, store)
 
 
 async def _prepare(store: StoreClient) -> None:

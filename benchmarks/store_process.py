@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +57,18 @@ class StoreProcess:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(timeout=60)
+
+
+@contextmanager
+def scratch() -> Iterator[tuple[Path, Path]]:
+    """Folders for a store's data and its memory tier."""
+    folder = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/var/tmp"))
+    shm = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/dev/shm"))
+    try:
+        yield folder, shm
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(shm, ignore_errors=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ The rows are small: what is measured is their number. `FLEXMARL_BENCH_ROWS` make
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from benchmarks.report import Report
-from benchmarks.store_process import StoreProcess
+from benchmarks.store_process import StoreProcess, scratch, serving
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -28,13 +29,20 @@ ROWS = int(os.environ.get("FLEXMARL_BENCH_ROWS", "1000000"))
 ROWS_PER_GROUP = 256
 IN_FLIGHT = 4
 CONSUMED = 0.8
-SAMPLED_CLAIMS = 40
+SAMPLED_CLAIMS = 200
+ROWS_PER_BIG_CLAIM = 4096
 EVENTS = 1500
 _SERVICE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
 _MARK = "b000000a0-g0000"
 
 
-async def measure(report: Report, process: StoreProcess) -> None:
+def run(report: Report) -> None:
+    """Measure and report."""
+    with scratch() as (folder, shm), serving(folder, shm) as process:
+        asyncio.run(_measure(report, process))
+
+
+async def _measure(report: Report, process: StoreProcess) -> None:
     """Fill a store, then measure."""
     groups = -(-ROWS // ROWS_PER_GROUP)
     async with StoreClient.connect(process.address) as store:
@@ -76,18 +84,26 @@ async def _fill(address: str, groups: int) -> None:
 
 
 async def _claims(report: Report, store: StoreClient, *, rows: int) -> None:
-    """List and mark 256 rows at a time until most are consumed."""
+    """List and mark 256 rows at a time, many more at a time in between, until most are consumed."""
     report.progress("store: claims")
-    times: list[float] = []
-    for number in range(int(rows * CONSUMED) // ROWS_PER_GROUP):
+    numbers = itertools.count()
+
+    async def claim(max_rows: int) -> float:
         started = time.perf_counter()
-        listed = await store.list_claimable(RUN, "p", max_rows=ROWS_PER_GROUP)
-        name = f"b000000a0-m{number:06d}-p"
+        listed = await store.list_claimable(RUN, "p", max_rows=max_rows)
+        name = f"b000000a0-m{next(numbers):06d}-p"
         await store.mark_rows(RUN, name, [row.row for row in listed.rows], term=0)
-        times.append(time.perf_counter() - started)
-        assert len(listed.rows) == ROWS_PER_GROUP
-    first = statistics.median(times[:SAMPLED_CLAIMS])
-    last = statistics.median(times[-SAMPLED_CLAIMS:])
+        elapsed = time.perf_counter() - started
+        assert len(listed.rows) == max_rows
+        return elapsed
+
+    sampled = SAMPLED_CLAIMS * ROWS_PER_GROUP
+    early = [await claim(ROWS_PER_GROUP) for _ in range(SAMPLED_CLAIMS)]
+    for _ in range((int(rows * CONSUMED) - 2 * sampled) // ROWS_PER_BIG_CLAIM):
+        await claim(ROWS_PER_BIG_CLAIM)
+    late = [await claim(ROWS_PER_GROUP) for _ in range(SAMPLED_CLAIMS)]
+    times = early + late
+    first, last = statistics.median(early), statistics.median(late)
     report.figure(
         "store.claim_ms",
         statistics.median(times) * 1e3,

@@ -80,9 +80,9 @@ async def test_a_store_that_stays_away_is_given_up_by_itself(tmp_path):
 @pytest.mark.timeout(300)
 async def test_a_run_is_resumed_with_a_store_that_has_moved(tmp_path):
     async def moves(run: TwoStores) -> None:
-        await cli("stop", run.run_id, "--cluster", str(run.cluster.folder))
+        run.other.kill()  # first: without it the run cannot end
+        await cli("stop", run.run_id, "--now", "--data-dir", str(run.cluster.folder))
         await eventually(lambda: run.client.poll() is not None, what="its stop", timeout_s=60)
-        run.other.kill()
         moved = f"store_shards={json.dumps([await run.other.move()])}"
         run.client = run.cluster.resume(run.run_id, run.out, "--set", moved)
 

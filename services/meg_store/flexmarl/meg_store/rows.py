@@ -31,7 +31,9 @@ class Rows:
         self._shard = shard
         self._claimable: dict[str, bool] = {}
         self._followed = False
-        self._read: dict[tuple[Table, bytes], bytes | None] = {}
+        # As this draft has them: what was read, then what was written.
+        self._rows: dict[bytes, bytes | None] = {}
+        self._owners: dict[str, bytes | None] = {}
 
     def prefetch(self, refs: Iterable[common_pb2.VertexRef], *, owners: bool = False) -> None:
         """Read rows, and who owns them, at once: the database answers many keys faster than each.
@@ -41,18 +43,12 @@ class Rows:
             owners: Their owners will be asked for, too.
         """
         here = [ref for ref in refs if self.is_here(ref)]
-        self._prefetch(Table.ROWS, [self.key(ref) for ref in here])
+        names = [self.key(ref) for ref in here]
+        self._rows.update(zip(names, self._draft.get_many(Table.ROWS, names), strict=True))
         if owners:
-            self._prefetch(Table.MARKS, [self._owner_key(ref.vertex_id) for ref in here])
-
-    def _prefetch(self, table: Table, names: list[bytes]) -> None:
-        values = self._draft.get_many(table, names)
-        self._read.update(((table, name), value) for name, value in zip(names, values, strict=True))
-
-    def _get(self, table: Table, key: bytes) -> bytes | None:
-        if (table, key) in self._read and key not in self._draft.batch.writes[table]:
-            return self._read[table, key]
-        return self._draft.get(table, key)
+            ids = [ref.vertex_id for ref in here]
+            names = [self._owner_key(vertex_id) for vertex_id in ids]
+            self._owners.update(zip(ids, self._draft.get_many(Table.MARKS, names), strict=True))
 
     def is_here(self, ref: common_pb2.VertexRef) -> bool:
         """Whether a reference names this shard."""
@@ -70,7 +66,8 @@ class Rows:
         """
         value = None
         if self.is_here(ref):
-            value = self._get(Table.ROWS, self.key(ref))
+            key = self.key(ref)
+            value = self._rows[key] if key in self._rows else self._draft.get(Table.ROWS, key)
         if value is None:
             raise vertex_not_found(ref, self._shard)
         meta = graph_pb2.VertexMeta.FromString(value)
@@ -81,7 +78,8 @@ class Rows:
         """Write back the meta columns of a loaded row."""
         vertex_id = meta.vertex_id
         key = keys.row(self._run_id, meta.agent, vertex_id)
-        self._draft.put(Table.ROWS, key, encode_meta(meta))
+        value = self._rows[key] = encode_meta(meta)
+        self._draft.put(Table.ROWS, key, value)
         was, now = self._claimable[vertex_id], is_claimable(meta, self._required)
         if was == now:
             return
@@ -97,12 +95,16 @@ class Rows:
 
     def owner(self, vertex_id: str) -> str | None:
         """Micro-batch whose record names the row."""
-        value = self._get(Table.MARKS, self._owner_key(vertex_id))
+        if vertex_id in self._owners:
+            value = self._owners[vertex_id]
+        else:
+            value = self._draft.get(Table.MARKS, self._owner_key(vertex_id))
         return None if value is None else value.decode()
 
     def own(self, vertex_id: str, micro_batch_id: str) -> None:
         """Give the row to a micro-batch."""
-        self._draft.put(Table.MARKS, self._owner_key(vertex_id), micro_batch_id.encode())
+        value = self._owners[vertex_id] = micro_batch_id.encode()
+        self._draft.put(Table.MARKS, self._owner_key(vertex_id), value)
 
     def _owner_key(self, vertex_id: str) -> bytes:
         return keys.join("owner", self._run_id, vertex_id)
