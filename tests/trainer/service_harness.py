@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from trainer.harness import Row
+from trainer.harness import Row, read
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as store_pb2
-from flexmarl.client.bundle import folder_hash
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.client.bundle import folder_hash, pack_folder
 from flexmarl.client.store import StoreClient
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -85,8 +87,19 @@ class Cluster:
             await self.trainer.close_run(run_id, term=1 << 40)
         self.open_runs.clear()
 
-    async def make_run(self, policies: dict[str, dict[str, Any]], models: dict[str, Path]) -> Run:
+    async def make_run(
+        self,
+        policies: dict[str, dict[str, Any]],
+        models: dict[str, Path],
+        *,
+        package: Path | None = None,
+    ) -> Run:
         run_id = f"run-{uuid.uuid4().hex[:8]}"
+        bundle = None
+        if package is not None:
+            archive = self.folder / f"{run_id}.tar"
+            pack_folder(package, archive)
+            bundle = await self.store.put_object(archive)
         config = RunConfig.model_validate(
             {
                 "name": "t",
@@ -110,6 +123,7 @@ class Cluster:
                 config_json=config.model_dump_json().encode(),
                 content_hash="sha256:0",
                 shards=shards,
+                workflow_bundle=bundle,
                 models={
                     name: graph_pb2.ModelRef(path=str(path), content_hash=folder_hash(path))
                     for name, path in models.items()
@@ -302,6 +316,11 @@ class Run:
         assert self.manifest is not None
         return self.manifest.policies[policy].weights_hash
 
+    async def tensors(self, ref: common_pb2.ObjectRef) -> dict[str, np.ndarray]:
+        """Full tensors of a segment, by name, whatever ranks wrote it."""
+        async with self.cluster.store.open_segment(self.run_id, ref.key, holder="test") as reader:
+            return read(rank_pb2.MappedSegment(path=reader.path, buffers=reader.view.buffers))
+
     async def numbers(self, ref: common_pb2.ObjectRef) -> list[float]:
         """All numbers of a float64 segment, by name."""
         async with self.cluster.store.open_segment(self.run_id, ref.key, holder="test") as reader:
@@ -311,9 +330,9 @@ class Run:
 
 @asynccontextmanager
 async def start_cluster(
-    folder: Path, *, slots: int = 2, **trainer_settings: Any
+    folder: Path, *, slots: int = 2, memory: Path | None = None, **trainer_settings: Any
 ) -> AsyncIterator[Cluster]:
-    memory = Path("/dev/shm") / f"flexmarl-test-{uuid.uuid4().hex[:12]}"
+    memory = memory or Path("/dev/shm") / f"flexmarl-test-{uuid.uuid4().hex[:12]}"
     store_service = Service(
         "flexmarl.meg_store",
         folder / "store",

@@ -260,6 +260,28 @@ async def test_a_loss_of_the_runs_package_trains(
     assert caught.value.reason is ErrorReason.WORKFLOW_IMPORT_FAILED
 
 
+@MEMBERS
+async def test_a_loss_that_raises_leaves_no_weights_for_whoever_comes_next(
+    ranks: Ranks, tiny_model: Path, tmp_path: Path, members: list[int]
+) -> None:
+    """It raises between forward and backward, with weights gathered in a module that both share."""
+    (tmp_path / "mine.py").write_text("def loss(inputs, config):\n    return inputs.nothing\n")
+    config = policy_config(tiny_model)
+    following = Policy(ranks, config, tiny_model, members, seed=1)
+    await following.bind()
+    await following.add(make_rows(6))
+    expected = flat((await following.export("gradients"))["gradients"])
+    broken = policy_config(tiny_model, loss={"kind": "mine:loss"})
+    policy = Policy(ranks, broken, tiny_model, members, seed=2, package=str(tmp_path))
+    await policy.bind()
+    with pytest.raises(DomainError, match="mine:loss") as caught:
+        await policy.add(make_rows(6))
+    assert caught.value.reason is ErrorReason.LOSS_RAISED
+    await following.bind()
+    await following.add(make_rows(6))
+    assert np.array_equal(flat((await following.export("gradients"))["gradients"]), expected)
+
+
 async def test_an_apply_of_nothing_leaves_the_weights(ranks: Ranks, tiny_model: Path) -> None:
     policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0])
     await policy.bind()

@@ -107,25 +107,32 @@ class RankGroup:
         finally:
             for task in tasks:
                 task.cancel()  # those that are left when this wait itself is cancelled
-        # What failed first is the cause; the others may have failed for want of it.
-        for task in (*done, *tasks):
-            error = task.exception()
-            if error is not None:
-                raise _named(error, hung)
+        errors = [error for task in (*done, *tasks) if (error := task.exception()) is not None]
+        if errors:
+            raise _cause(errors, hung)
         return [task.result() for task in tasks]
 
 
-def _named(error: BaseException, hung: Sequence[str]) -> BaseException:
-    """A rank waited in vain: the error names those that it waited for."""
-    waited = isinstance(error, DomainError) and error.reason is ErrorReason.DEADLINE_EXCEEDED
-    if not (waited and hung):
-        return error
-    names = ", ".join(hung)
-    return DomainError(
-        ErrorReason.CHILD_DIED,
-        f"{names} did not arrive in a collective in time; the group was ended",
-        {"ranks": names},
-    )
+def _cause(errors: Sequence[BaseException], hung: Sequence[str]) -> BaseException:
+    """What failed first is the cause: the others may have failed for want of it.
+
+    But a rank that waited for others in vain is never the cause; the error names those that it
+    waited for, or is what became of them.
+    """
+    if not _waited(errors[0]):
+        return errors[0]
+    if hung:
+        names = ", ".join(hung)
+        return DomainError(
+            ErrorReason.CHILD_DIED,
+            f"{names} did not arrive in a collective in time; the group was ended",
+            {"ranks": names},
+        )
+    return next((error for error in errors if not _waited(error)), errors[0])
+
+
+def _waited(error: BaseException) -> bool:
+    return isinstance(error, DomainError) and error.reason is ErrorReason.DEADLINE_EXCEEDED
 
 
 def _copy(command: rank_pb2.RankCommand) -> rank_pb2.RankCommand:

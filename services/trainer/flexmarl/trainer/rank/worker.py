@@ -137,10 +137,10 @@ class RankWorker:
                 num_updates=command.num_updates,
             )
         except Exception as error:
+            self._rebuild(bound)
             known = told_apart(error)
             if known is None or known is error:
                 raise
-            self._rebuild(bound)
             raise known from error
         return rank_pb2.RankAdded(
             finite=stats.finite,
@@ -201,7 +201,11 @@ class RankWorker:
         self._modules.forget(command.position)
 
     def _rebuild(self, bound: Trained) -> None:
-        """Replaces a module that broke off in the middle of a pass: its hooks are in disorder."""
+        """Replaces a module that broke off in the middle of a pass.
+
+        Its hooks are in disorder, and it still has weights gathered, which whoever is bound to it
+        next would compute with in place of its own.
+        """
         total = bound.state.total
         bound.state.drop_gradients()
         self._modules.drop(bound.resident)

@@ -9,6 +9,7 @@ import torch
 
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.algorithm_config import LossConfig
+from flexmarl.trainer.rank.failures import told_apart
 from flexmarl.trainer.rank.losses.base import PolicyInputs, PolicyLoss, PolicyTerm
 from flexmarl.trainer.rank.losses.registry import LOSSES
 from flexmarl.trainer.rank.user_code import load
@@ -31,6 +32,9 @@ def _checked(name: str, function: Any) -> PolicyLoss:  # noqa: ANN401 - what a u
         try:
             term = function(inputs, config)
         except Exception as error:
+            known = told_apart(error)
+            if known is not None and known.reason is ErrorReason.OUT_OF_MEMORY:
+                raise  # what a smaller pass may cure is no fault of the loss
             raise _raised(name, f"{type(error).__name__}: {error}") from error
         if isinstance(term, torch.Tensor):
             term = PolicyTerm(per_token=term)
