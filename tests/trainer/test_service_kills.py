@@ -97,6 +97,7 @@ async def test_a_rank_that_dies_at_work_is_named_and_takes_its_partners_work_alo
     await run.suspend("p")
 
 
+@pytest.mark.real  # the runs of tests/integration have their trainer killed at every change
 async def test_a_killed_trainer_comes_back_and_the_ledger_decides(
     cluster: Cluster, run: Run, tiny_model: Path
 ) -> None:

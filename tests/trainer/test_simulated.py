@@ -23,6 +23,9 @@ COSTS = {
     "simulated.policies.p.tokens_per_s": 100,
     "simulated.policies.q.params_b": 20,
     "simulated.policies.q.tokens_per_s": 50,
+    "simulated.policies.slow.params_b": 1,
+    "simulated.policies.slow.tokens_per_s": 1e-6,
+    "command_timeout_s": 2,
 }
 
 
@@ -113,18 +116,16 @@ async def test_a_policy_without_costs_is_named(started: Cluster, tiny_model: Pat
     await started.close_runs()
 
 
-async def test_a_rank_that_takes_too_long_is_replaced(tmp_path: Path, tiny_model: Path) -> None:
-    settings = {**COSTS, "simulated.policies.p.tokens_per_s": 1e-6, "command_timeout_s": 0.2}
-    async with start_cluster(tmp_path, slots=2, **settings) as cluster:
-        run = await cluster.make_run({"p": {}}, {"p": tiny_model})
-        await run.first_commit("p")
-        record = await run.micro_batch("p", make_rows(2), batch=0)
-        await run.bind("p", ["slot0", "slot1"])
-        with fails(ErrorReason.DEADLINE_EXCEEDED, match="slot"):
-            await run.compute(record)
-        async with asyncio.timeout(20):
-            async for status in cluster.trainer.watch_status(interval_s=0.05):
-                if status.ready:
-                    break
-        assert list((await run.bind("p", ["slot0", "slot1"])).state.ledger) == []
-        await run.suspend("p")
+async def test_a_rank_that_takes_too_long_is_replaced(started: Cluster, tiny_model: Path) -> None:
+    run = await started.make_run({"slow": {}}, {"slow": tiny_model})
+    await run.first_commit("slow")
+    record = await run.micro_batch("slow", make_rows(2), batch=0)
+    await run.bind("slow", ["slot0", "slot1"])
+    with fails(ErrorReason.DEADLINE_EXCEEDED, match="slot"):
+        await run.compute(record)
+    async with asyncio.timeout(20):
+        async for status in started.trainer.watch_status(interval_s=0.05):
+            if status.ready:
+                break
+    assert list((await run.bind("slow", ["slot0", "slot1"])).state.ledger) == []
+    await started.close_runs()

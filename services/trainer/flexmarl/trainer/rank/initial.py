@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,38 +25,48 @@ def initial_weights(
     Raises:
         DomainError: MODEL_INVALID.
     """
+    model = _drawn(model_path, seed) if init == "random" else _read(model_path)
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    # The library's models hold cycles: uncollected, this one would stay beside the policy's state.
+    del model
+    gc.collect()
+
+
+def _drawn(model_path: Path, seed: int) -> Any:  # noqa: ANN401 - untyped library
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(model_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32, trust_remote_code=False
+        )
+
+
+def _read(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    if init == "random":
-        config = load_config(model_path)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=torch.float32, trust_remote_code=False
-            )
-    else:
-        load_config(model_path)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                model_path,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # other formats would unpickle a foreign file
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise DomainError(
-                ErrorReason.MODEL_INVALID,
-                f"{model_path}: weights cannot be read ({type(error).__name__}: {error}); give a "
-                'folder with model.safetensors, or init = "random"',
-                {"model": str(model_path)},
-            ) from error
-        model, found = loaded
-        _check_whole(model_path, found["missing_keys"])
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+    load_config(model_path)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # other formats would unpickle a foreign file
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DomainError(
+            ErrorReason.MODEL_INVALID,
+            f"{model_path}: weights cannot be read ({type(error).__name__}: {error}); give a "
+            'folder with model.safetensors, or init = "random"',
+            {"model": str(model_path)},
+        ) from error
+    model, found = loaded
+    _check_whole(model_path, found["missing_keys"])
+    return model
 
 
 def _check_whole(model_path: Path, missing: Iterable[str]) -> None:
