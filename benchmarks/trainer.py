@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import trainer_swaps
+from benchmarks import trainer_swaps, trainer_trl
 from benchmarks.report import Report
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun, VertexRef
@@ -73,7 +73,26 @@ def run(report: Report) -> None:
         against=f"plain loop in one process, {tokens / plain:,.0f}/s",
         ratio=plain / update_s,
     )
+    _against_trl(report, update_s)
     trainer_swaps.run(report)
+
+
+def _against_trl(report: Report, update_s: float) -> None:
+    if not trainer_trl.is_installed():
+        report.note("trainer.tokens_vs_trl: TRL is not installed (pip install trl datasets)")
+        return
+    rng = random.Random(0)
+    prompts = ["".join(rng.choice("0123") for _ in range(PROMPT)) for _ in range(ROWS)]
+    theirs_s = trainer_trl.step_seconds(str(MODEL), rows=ROWS, prompts=prompts, response=RESPONSE)
+    tokens = ROWS * (PROMPT + RESPONSE)
+    report.figure(
+        "trainer.tokens_vs_trl",
+        theirs_s / update_s,
+        "ratio",
+        against=f"{tokens / theirs_s:,.0f} tokens/s; ours {tokens / update_s:,.0f}",
+        ratio=theirs_s / update_s,
+        bound=">= 2.0",
+    )
 
 
 async def _measure() -> tuple[dict[str, list[float]], list[float]]:

@@ -36,6 +36,7 @@ SMOLLM_135M = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
 KINDS = ("master", "moments")
+_GIB = 1 << 30
 
 
 def run(report: Report) -> None:
@@ -57,22 +58,22 @@ def run(report: Report) -> None:
     )
     swap, floor = statistics.median(measured["swap"]), statistics.median(measured["copy"])
     report.figure(
-        "trainer.swap_gib_per_s",
-        swap / (1 << 30),
-        "GiB/s",
-        against=f"copies by {RANKS} processes, {floor / (1 << 30):.2f} GiB/s",
+        "trainer.swap_vs_memcpy",
+        swap / floor,
+        "ratio",
+        against=f"copies by {RANKS} processes, {floor / _GIB:.2f} GiB/s; ours {swap / _GIB:.2f}",
         ratio=swap / floor,
-        bound="ratio >= 0.85",
+        bound=">= 0.85",
     )
     gloo = measured["gloo"][0]
     moved = swap / 2  # out and in
     report.figure(
-        "trainer.move_gib_per_s",
-        moved / (1 << 30),
-        "GiB/s",
-        against=f"gloo send and receive, {gloo / (1 << 30):.2f} GiB/s",
+        "trainer.move_vs_gloo",
+        moved / gloo,
+        "ratio",
+        against=f"gloo send and receive, {gloo / _GIB:.2f} GiB/s; ours {moved / _GIB:.2f}",
         ratio=moved / gloo,
-        bound="ratio >= 0.7",
+        bound=">= 0.7",
     )
 
 
