@@ -51,12 +51,12 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds.append(clock.rest())
 
-    tokenizer = AutoTokenizer.from_pretrained(model)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(model)
     config = AutoConfig.from_pretrained(model)
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_config(config),  # type: ignore[no-untyped-call]
+            model=AutoModelForCausalLM.from_config(config),
             processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [rng.random() for _ in completions],
             train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),

@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -330,7 +330,12 @@ class Run:
 
 @asynccontextmanager
 async def start_cluster(
-    folder: Path, *, slots: int = 2, memory: Path | None = None, **trainer_settings: Any
+    folder: Path,
+    *,
+    slots: int = 2,
+    memory: Path | None = None,
+    store_settings: Mapping[str, Any] | None = None,
+    **trainer_settings: Any,
 ) -> AsyncIterator[Cluster]:
     memory = memory or Path("/dev/shm") / f"flexmarl-test-{uuid.uuid4().hex[:12]}"
     store_service = Service(
@@ -340,6 +345,7 @@ async def start_cluster(
             "store.data_dir": folder / "store",
             "store.shm_dir": memory,
             "store.durability": "process",
+            **(store_settings or {}),
         },
     )
     names = ",".join(f'"slot{index}"' for index in range(slots))

@@ -51,7 +51,7 @@ async def ended(run: Run, request_id: str) -> trainer_pb2.Operation:
 
 async def test_a_cancelled_operation_ends_and_its_slots_are_free(run: Run) -> None:
     trainer = run.cluster.trainer
-    long = await run.micro_batch("p", make_rows(3000, longest=25), batch=0)
+    long = await run.micro_batch("p", make_rows(1500, longest=30), batch=0)
     short = await run.micro_batch("p", make_rows(2), batch=0)
     await run.bind("p", ["slot0"])
     idle_s = (await slots(run.cluster))["slot0"].busy_s

@@ -86,7 +86,7 @@ def every_loss() -> Iterator[Any]:
         yield pytest.param(kind, aggregation, dtype, marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "aggregation", "dtype"), every_loss())
+@pytest.mark.parametrize(("kind", "aggregation", "dtype"), list(every_loss()))
 async def test_every_loss_under_every_aggregation_is_exact(
     ranks: Ranks, tiny_model: Path, kind: str, aggregation: str, dtype: str
 ) -> None:
@@ -195,7 +195,7 @@ async def test_checkpointed_layers_give_the_same_gradient(
     ranks: Ranks, tmp_path: Path, members: list[int]
 ) -> None:
     model = write_model(tmp_path / "m", vocab_size=300_000, hidden_size=16)  # a unit per layer
-    rows = make_rows(12, seed=9, vocab=300_000)
+    rows = make_rows(5, seed=9, vocab=300_000)
     sums = []
     for checkpointing in (False, True):
         config = policy_config(model, trainer={"gradient_checkpointing": checkpointing})
@@ -256,7 +256,7 @@ async def test_a_larger_model_is_sharded_by_layer_and_scored_in_chunks(
     """Large enough for a unit per layer, and a vocabulary of several chunks of logits."""
     vocab = 300_000
     model = write_model(tmp_path / "m", vocab_size=vocab, hidden_size=16, initializer_range=0.1)
-    rows = make_rows(24, seed=5, vocab=vocab)
+    rows = make_rows(8, seed=5, vocab=vocab)
     assert sum(len(row.response) for row in rows) > LOGITS_PER_CHUNK // vocab
     policy = Policy(ranks, policy_config(model), model, members)
     await policy.bind()

@@ -11,7 +11,11 @@ from trainer.service_harness import Cluster
 
 pytest.importorskip("peft", reason="adapters need peft, of the extra 'trainer'")
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300),
+    pytest.mark.real,
+]
 
 LORA = {"rank": 2, "alpha": 8, "targets": ["q_proj", "up_proj"]}
 

@@ -25,7 +25,7 @@ def unloaded(*segments: rank_pb2.MappedSegment) -> rank_pb2.RankSaved:
     return named
 
 
-@pytest.mark.parametrize("cycles", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", [8, pytest.param(200, marks=pytest.mark.long)])
 async def test_memory_returns_to_its_baseline_after_every_suspension(
     ranks: Ranks, tmp_path: Path, cycles: int
 ) -> None:
@@ -99,7 +99,7 @@ async def test_the_next_policys_state_is_loaded_while_the_present_one_computes(
         for kind, segment in state.items()
     }
     await present.bind()
-    computing = asyncio.ensure_future(present.add(make_rows(4000, longest=20), "long"))
+    computing = asyncio.ensure_future(present.add(make_rows(2500, longest=20), "long"))
     await asyncio.sleep(0.05)
     prefetch = rank_pb2.RankPrefetch(
         rank=0,
@@ -155,11 +155,11 @@ async def test_groups_that_are_not_kept_are_destroyed_and_those_of_a_member_that
     policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0, 1])
     process = psutil.Process(ranks.workers[0].pid)
     counts = []
-    for _ in range(12):
+    for _ in range(8):
         ranks.groups.forget("1")  # given up: the next binding makes another one
         await policy.bind()
         counts.append((process.num_fds(), process.num_threads()))
-    assert max(counts[6:]) <= max(counts[:6]), counts
+    assert max(counts[4:]) <= max(counts[:4]), counts
     await ranks.call([0], forget=rank_pb2.RankForget(position=1))
     await ranks.call([1], forget=rank_pb2.RankForget(position=0))
     assert process.num_fds() < counts[-1][0]

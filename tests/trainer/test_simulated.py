@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,36 @@ COSTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """A file system of 1 MiB; None without the right to mount one."""
+    folder = tmp_path_factory.mktemp("small")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with start_cluster(tmp_path_factory.mktemp("simulated"), **COSTS) as cluster:
+async def started(
+    small: Path | None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    """States lie on the small file system, in both tiers of the store; its records do not."""
+    folder, memory = tmp_path_factory.mktemp("simulated"), None
+    if small is not None:
+        for name in ("memory", "disk"):
+            (small / name).mkdir()
+        (folder / "store").mkdir()
+        (folder / "store" / "segments").symlink_to(small / "disk")
+        memory = small / "memory"
+    async with start_cluster(
+        folder,
+        memory=memory,
+        store_settings={"store.state_to_disk_every": 0},  # a copy on disk would make room
+        **COSTS,
+    ) as cluster:
         yield cluster
 
 
@@ -129,3 +158,45 @@ async def test_a_rank_that_takes_too_long_is_replaced(started: Cluster, tiny_mod
                 break
     assert list((await run.bind("slow", ["slot0", "slot1"])).state.ledger) == []
     await started.close_runs()
+
+
+def fill(folder: Path) -> Path:
+    """Takes all the room that is left."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return filler
+
+
+async def test_a_save_and_an_update_without_room_fail_by_name_and_are_made_with_it(
+    run: Run, small: Path | None
+) -> None:
+    """Nothing is lost, nothing half made."""
+    if small is None:
+        pytest.skip("a small file system needs the right to mount")
+    store = run.cluster.store
+    records = [await run.micro_batch("p", make_rows(4, seed=seed), batch=0) for seed in (1, 2)]
+    ids = [record.micro_batch_id for record in records]
+    await run.bind("p", ["slot0"])
+    await run.compute(records[0])
+    before = await store.get_state(run.run_id, "p")
+
+    filler = fill(small)
+    with fails(ErrorReason.DISK_FULL):
+        await run.save("p")
+    with fails(ErrorReason.DISK_FULL):
+        await run.suspend("p")
+    with fails(ErrorReason.DISK_FULL):
+        await run.apply("p", 0, ids[:1])
+    assert await store.get_state(run.run_id, "p") == before
+    assert (await run.compute(records[0])).counts.num_rows == 0  # it still is in the sum
+    assert (await run.compute(records[1])).counts.num_rows == 4  # which goes on
+
+    filler.unlink()
+    assert list((await run.save("p")).state.ledger) == ids
+    state = (await run.apply("p", 0, ids)).state
+    assert (state.version, state.counts.num_rows) == (1, 8)
+    await run.suspend("p")
