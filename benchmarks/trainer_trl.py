@@ -44,7 +44,7 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
     seconds: list[float] = []
     clock = _Clock()
 
-    class Steps(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             clock.restart()
 
@@ -56,7 +56,7 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_config(config),
+            model=AutoModelForCausalLM.from_config(config),  # type: ignore[no-untyped-call]
             processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [rng.random() for _ in completions],
             train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
