@@ -223,6 +223,7 @@ async def test_a_rank_that_dies_in_mid_step_leaves_the_set_that_was(
         assert (state.version, state.applied) == (0, False)
         assert (await run.compute(record)).counts.num_rows == (6 if hashes else 0)
         hashes.append((await run.apply("p", 0, [record.micro_batch_id])).state.weights_hash)
+        await run.suspend("p")
     assert hashes[0] == hashes[1]
 
 

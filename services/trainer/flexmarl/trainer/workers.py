@@ -79,7 +79,7 @@ class Worker:
         position: Number of the slot in the trainer, the worker's global number.
         spawn: Starts a worker process.
         warm_timeout_s: Longest wait for it to become warm.
-        on_death: Called when a worker has died, before the next one starts.
+        on_death: Called when a worker has died or was ended, before the next one starts.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Worker:
         self.generation = 0
         self.kept: frozenset[Kept] = frozenset()
         """State that its memory still holds, though nothing of it is in use."""
+        self._was_warm = False
         self._replaced = False
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -178,7 +179,8 @@ class Worker:
                 await child.link.send(command.SerializeToString())
                 answer = await reply
         except TimeoutError:
-            child.kill()
+            if child is self._child:
+                self.kill()
             kind = command.WhichOneof("command")
             raise DomainError(
                 ErrorReason.DEADLINE_EXCEEDED,
@@ -204,9 +206,14 @@ class Worker:
         return answer
 
     def kill(self) -> None:
-        """Ends the worker; the supervisor starts another one."""
+        """Ends the worker; the supervisor starts another one.
+
+        From now on it counts as dead: whoever is bound to the slot next waits for the other one.
+        """
+        self._ready.clear()
         if self._child is not None:
             self._child.kill()
+        self._tell_death()
 
     def replace(self) -> None:
         """Ends the worker because a fresh one is wanted; the next one starts at once."""
@@ -225,6 +232,7 @@ class Worker:
             ) from None
         ready = rank_pb2.RankReply.FromString(frame).ready
         self.generation += 1
+        self._was_warm = True
         self._ready.set()
         _log.info("worker_warm", slot=self.slot, pid=child.pid, seconds=round(ready.seconds, 3))
 
@@ -239,7 +247,6 @@ class Worker:
 
     def _end(self) -> None:
         died = self._died()
-        was_ready = self.ready
         self._ready.clear()
         self.kept = frozenset()
         if self._child is not None:
@@ -247,9 +254,14 @@ class Worker:
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(died)
-        if was_ready:
-            self._on_death(self)
+        self._tell_death()
         self._child = None
+
+    def _tell_death(self) -> None:
+        """Tells of a warm worker's death, once."""
+        if self._was_warm:
+            self._was_warm = False
+            self._on_death(self)
 
     def _died(self) -> DomainError:
         return DomainError(
