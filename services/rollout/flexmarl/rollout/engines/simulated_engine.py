@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Final
 
@@ -121,6 +122,8 @@ class SimulatedEngine:
         self._weights_hash = ""
         self._waiting: deque[GenerateRequest] = deque()
         self._running: dict[str, _Request] = {}
+        self._ends: list[tuple[float, int, _Request]] = []  # a heap; entries of ended ones stay
+        self._num_started = 0
         self._ended: list[GenerateResult] = []
 
     def ready(self) -> EngineReady:
@@ -134,9 +137,8 @@ class SimulatedEngine:
         """Until the first response is complete."""
         if self._ended:
             return 0.0
-        if not self._running:
-            return None
-        return max(min(r.ends_at for r in self._running.values()) - self._clock(), 0.0)
+        first = self._first_to_end()
+        return None if first is None else max(first.ends_at - self._clock(), 0.0)
 
     def submit(self, requests: Iterable[GenerateRequest]) -> None:
         """Accept requests; refusals come out of the next step."""
@@ -188,8 +190,8 @@ class SimulatedEngine:
     def step(self) -> list[GenerateResult]:
         """Hand over what is complete; what waits takes the free slots."""
         now = self._clock()
-        for attempt_id in [i for i, r in self._running.items() if r.ends_at <= now]:
-            running = self._running.pop(attempt_id)
+        while (running := self._first_to_end()) is not None and running.ends_at <= now:
+            del self._running[running.request.attempt_id]
             stopped = running.num_tokens < self._limit(running.request)
             self._end(running, running.num_tokens, "stop" if stopped else "length")
         self._admit()
@@ -199,7 +201,18 @@ class SimulatedEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_concurrency:
             request = self._waiting.popleft()
-            self._running[request.attempt_id] = self._start(request)
+            running = self._running[request.attempt_id] = self._start(request)
+            self._num_started += 1
+            heappush(self._ends, (running.ends_at, self._num_started, running))
+
+    def _first_to_end(self) -> _Request | None:
+        """The next request to end; drops what ended otherwise. A look costs O(log n)."""
+        while self._ends:
+            running = self._ends[0][2]
+            if self._running.get(running.request.attempt_id) is running:
+                return running
+            heappop(self._ends)
+        return None
 
     def _start(self, request: GenerateRequest) -> _Request:
         call, options = request.sampling.simulated, self._options
@@ -225,6 +238,7 @@ class SimulatedEngine:
         cut = [*(running.request for running in self._running.values()), *self._waiting]
         self._ended += [cut_by_load(request, version=version, now_ns=now_ns) for request in cut]
         self._running.clear()
+        self._ends.clear()
         self._waiting.clear()
 
     def _end(self, running: _Request, num_tokens: int, finish_reason: str) -> None:

@@ -19,6 +19,7 @@ class Leaving:
     def __init__(self, policies: Mapping[str, str]) -> None:
         self._policies = policies
         self._last: set[str] = set()
+        self._callable = Counter(policies.values())  # agents that may still be called
         self._under_way: Counter[str] = Counter()
         self._left: list[str] = []
 
@@ -45,13 +46,14 @@ class Leaving:
         Returns:
             All policies left so far, when this one is new among them; otherwise nothing.
         """
-        self._last.add(agent)
-        return self._check(self._policies[agent])
+        policy = self._policies[agent]
+        if agent not in self._last:
+            self._last.add(agent)
+            self._callable[policy] -= 1
+        return self._check(policy)
 
     def _check(self, policy: str) -> list[str]:
-        if policy in self._left or self._under_way[policy]:
-            return []
-        if any(p == policy and agent not in self._last for agent, p in self._policies.items()):
+        if self._callable[policy] or self._under_way[policy] or policy in self._left:
             return []
         self._left.append(policy)
         return list(self._left)
