@@ -80,15 +80,17 @@ async def test_a_store_that_stays_away_is_given_up_by_itself(tmp_path):
 @pytest.mark.timeout(300)
 async def test_a_run_is_resumed_with_a_store_that_has_moved(tmp_path):
     async def moves(run: TwoStores) -> None:
-        run.other.kill()  # first: without it the run cannot end
-        await cli("stop", run.run_id, "--now", "--data-dir", str(run.cluster.folder))
+        await cli("stop", run.run_id, "--data-dir", str(run.cluster.folder))
         await eventually(lambda: run.client.poll() is not None, what="its stop", timeout_s=60)
+        run.other.kill()
         moved = f"store_shards={json.dumps([await run.other.move()])}"
-        run.client = run.cluster.resume(run.run_id, run.out, "--set", moved)
+        versions = f"versions={num_reports(run.out / run.run_id) + 2}"
+        run.client = run.cluster.resume(run.run_id, run.out, "--set", moved, "--set", versions)
 
-    async with two_stores(tmp_path, moves) as run:
+    # Far more versions than it gets to: it is stopped before.
+    async with two_stores(tmp_path, moves, size=Size(versions=400)) as run:
         home = run.cluster.address("meg_store")
-        await assert_whole(home, run.run_id, SIZE)
+        await assert_whole(home, run.run_id, Size(versions=num_reports(run.out / run.run_id)))
         async with RunStore.connect(home) as store:
             stored = await store.get_run(run.run_id)
             assert [shard.name for shard in stored.shards] == ["s0", "s1"]
@@ -110,6 +112,8 @@ class TwoStores:
 async def two_stores(
     tmp_path: Path,
     misfortune: Callable[[TwoStores], Awaitable[None]],
+    *,
+    size: Size = SIZE,
     **service_settings: object,
 ) -> AsyncIterator[TwoStores]:
     """A run that something happens to after its second version, once it has ended well."""
@@ -121,7 +125,7 @@ async def two_stores(
     cluster.up(**service_settings)
     try:
         shards = f"store_shards={json.dumps([await other.start()])}"
-        client = cluster.train(run_id, SIZE, out, "--set", shards)
+        client = cluster.train(run_id, size, out, "--set", shards)
         run = TwoStores(cluster, other, client, run_id, out)
         try:
             await eventually(
