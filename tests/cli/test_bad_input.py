@@ -54,6 +54,14 @@ def test_an_unknown_key_is_named_with_the_closest_one(run_files, refused):
     assert "'batch.samples_per_group'" in said
 
 
+def test_everything_that_is_wrong_is_said(run_files, refused):
+    run_files.edit("samples_per_group = 2", "sample_per_group = 2")
+    run_files.edit("versions = 2", 'versions = "two"')
+    said = refused()
+    assert "unknown key 'batch.sample_per_group', did you mean 'batch.samples_per_group'?; " in said
+    assert "versions: Input should be a valid integer" in said
+
+
 def test_an_unknown_key_on_the_command_line(refused):
     assert "'batch.gropus'" in refused("--set", "batch.gropus=3")
 
@@ -317,7 +325,7 @@ def test_a_debugging_user_gets_the_traceback(run_files, tmp_path):
     assert "Traceback" in done.stderr
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_nothing_heavy_and_cuts_no_sentence():
     code = (
         "import json, sys\n"
         "sys.argv = ['flexmarl', '--help']\n"
@@ -325,7 +333,15 @@ def test_help_imports_nothing_heavy():
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "sys.stderr.write(json.dumps(sorted(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "train" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    commands = done.stdout.partition("Commands:")[2]
+    assert "train" in commands
+    assert "..." not in commands
     loaded = set(json.loads(done.stderr))
     assert not loaded & {"torch", "grpc", "transformers", "matplotlib", "pydantic", "numpy"}

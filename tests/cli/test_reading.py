@@ -200,7 +200,13 @@ def test_timeline_has_the_requests_and_the_batch(flexmarl, tmp_path):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("show", "nothing"), "nothing"),
+        (("show", "nothing"), f"stored here: {RUN}"),
+        (
+            ("show", RUN, "--batch", "7"),
+            "no samples of that batch",
+        ),
+        (("vertices", RUN, "--agent", "sotrer"), "it has: merger, sorter, splitter"),
+        (("vertices", RUN, "--policy", "sotrer"), "it has: merger, sorter, splitter"),
         (("graph", RUN, "b000009"), "b000009"),
         (("graph", RUN, SAMPLE_ID, "--format", "pdf"), "use one of text, dot, mermaid, json"),
         (("export", RUN, "--policy", "solver", "--out", "x"), "it has: merger, sorter, splitter"),

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from flexmarl.core.errors import ErrorReason
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_MAX_PROBLEMS: Final = 8
+"""So many problems of a configuration are said; the rest is counted."""
 
 
 class ConfigError(ValueError):
@@ -151,19 +155,27 @@ def _parse(text: str) -> Any:  # noqa: ANN401 - a TOML value is of any type unti
 
 
 def _one_line(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
-    problems = error.errors(include_url=False)
     # An unknown key often causes the other problems (the right key is then missing): it goes first.
-    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    problems = sorted(error.errors(include_url=False), key=lambda each: not _is_unknown_key(each))
+    said = list(dict.fromkeys(_say(problem, model) for problem in problems))
+    hidden = len(said) - _MAX_PROBLEMS
+    more = f" (and {hidden} more)" if hidden > 0 else ""
+    kind = UnknownKeyError if _is_unknown_key(problems[0]) else ConfigError
+    return kind(f"{source}: {'; '.join(said[:_MAX_PROBLEMS])}{more}")
+
+
+def _is_unknown_key(problem: ErrorDetails) -> bool:
+    return problem["type"] == "extra_forbidden"
+
+
+def _say(problem: ErrorDetails, model: type[BaseModel]) -> str:
     key, section = _resolve(model, problem["loc"])
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if problem["type"] == "extra_forbidden":
-        return UnknownKeyError(
-            f"{source}: unknown key {key!r}{_suggestion(key, section, model)}{more}"
-        )
+    if _is_unknown_key(problem):
+        return f"unknown key {key!r}{_suggestion(key, section, model)}"
     # What a validator of ours raised is a sentence of its own, which names keys where it must.
     raised = problem.get("ctx", {}).get("error")
     message = str(raised) if isinstance(raised, ValueError) else problem["msg"]
-    return ConfigError(f"{source}: {key}: {message}{more}" if key else f"{source}: {message}{more}")
+    return f"{key}: {message}" if key else message
 
 
 def _resolve(

@@ -40,7 +40,7 @@ def train(
     data_dir: DataDir = DATA_DIR,
     service_set: ServiceSet = None,
 ) -> None:
-    """Train a run; starts a local cluster unless one is named."""
+    """Train a run, on a local cluster unless one is named."""
     from flexmarl.cli.commands.train import train as command
 
     raise typer.Exit(
@@ -67,7 +67,7 @@ def resume(
     out: Out = _OUT,
     data_dir: DataDir = DATA_DIR,
 ) -> None:
-    """Go on with a stopped, failed or abandoned run from its last committed version."""
+    """Go on with a run from its last committed version."""
     from flexmarl.cli.commands.resume import resume as command
 
     raise typer.Exit(
@@ -105,7 +105,7 @@ def down(
         typer.Option("--purge", help="Remove its stored runs, too, and free their memory."),
     ] = False,
 ) -> None:
-    """Stop the local cluster; stored runs stay, to be resumed, unless `--purge` is given."""
+    """Stop the local cluster. Stored runs stay, to be resumed, unless `--purge` is given."""
     from flexmarl.cli.commands.cluster import down as command
 
     command(data_dir, purge=purge)
@@ -113,7 +113,7 @@ def down(
 
 @app.command()
 def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
-    """Show health, process and address of each service of the local cluster."""
+    """Show health and address of each local service."""
     from flexmarl.cli.commands.cluster import status as command
 
     raise typer.Exit(command(data_dir, as_json=as_json))
@@ -145,14 +145,27 @@ def runs(data_dir: DataDir = DATA_DIR, cluster: Cluster = None, as_json: AsJson 
 @app.command()
 def show(
     run: RunId,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=0, help="Its samples; by default the newest.")
+    ] = None,
+    all_samples: Annotated[
+        bool, typer.Option("--all", help="Every sample of the batch, not the first ones.")
+    ] = False,
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one run: state, versions, policies, samples of its newest batch."""
+    """Show one run: state, versions, policies, samples."""
     from flexmarl.cli.commands.runs import show as command
 
-    command(run, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
+    command(
+        run,
+        batch=batch,
+        all_samples=all_samples,
+        data_dir=data_dir,
+        cluster=cluster or [],
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -164,7 +177,7 @@ def stop(
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
-    """Stop a run after its open batch, or at once; it can be resumed either way."""
+    """Stop a run after its open batch, or at once. It can be resumed either way."""
     from flexmarl.cli.commands.stop import stop as command
 
     command(run, finish_batch=not now, data_dir=data_dir, cluster=cluster or [])
@@ -177,7 +190,7 @@ def why(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run waits for, since when, and what would end it."""
+    """Say what a run waits for, and what would end it."""
     from flexmarl.cli.commands.why import why as command
 
     raise typer.Exit(command(run, data_dir=data_dir, cluster=cluster or [], as_json=as_json))
@@ -207,7 +220,7 @@ def timeline(
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
-    """Write what is recorded of a run as a Chrome trace; opens in Perfetto."""
+    """Write what is recorded as a Chrome trace. It opens in Perfetto."""
     from flexmarl.cli.commands.timeline import timeline as command
 
     command(run, out=out, data_dir=data_dir, cluster=cluster or [])

@@ -14,13 +14,16 @@ from flexmarl.cli.cluster.local import LocalCluster
 from flexmarl.cli.cluster.plan import STORE, ClusterSettings
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.interrupt import Interrupted, InterruptGuard
+from flexmarl.client.errors import NotFoundError
 from flexmarl.client.run_store import RunStore
+from flexmarl.core.errors import ErrorReason
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
 
 ResultT = TypeVar("ResultT")
 
 _CONNECT_TIMEOUT_S: Final = 15.0
+_NAMED_RUNS: Final = 5
 
 
 @asynccontextmanager
@@ -79,7 +82,24 @@ async def _with_store(
     else:
         return await _with_own_store(use, folder)
     async with connect_store(address) as store:
+        return await _naming_runs(use, store, folder)
+
+
+async def _naming_runs(
+    use: Callable[[RunStore, ClusterFolder], Awaitable[ResultT]],
+    store: RunStore,
+    folder: ClusterFolder,
+) -> ResultT:
+    """The result; where the run is not there, the error names those that are."""
+    try:
         return await use(store, folder)
+    except NotFoundError as error:
+        if error.reason is not ErrorReason.RUN_NOT_FOUND:
+            raise
+        names = [run.run_id for run in await store.list_runs()]
+        more = f" (and {len(names) - _NAMED_RUNS} more)" if len(names) > _NAMED_RUNS else ""
+        stored = f"stored here: {', '.join(names[:_NAMED_RUNS])}{more}" if names else "none is here"
+        raise CliError(f"{error.message}; {stored}") from None
 
 
 async def _with_own_store(
@@ -98,7 +118,7 @@ async def _with_own_store(
         try:
             await guard.run(store_only.start())
             async with connect_store(store_only.address(STORE)) as store:
-                return await guard.run(use(store, folder))
+                return await guard.run(_naming_runs(use, store, folder))
         except Interrupted:
             raise KeyboardInterrupt from None
         finally:

@@ -114,7 +114,7 @@ def agents(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show calls, edges, tokens and time per agent: where the skew is."""
+    """Show calls, edges, tokens and time per agent."""
     from flexmarl.cli.commands.agents import agents as command
 
     command(run, batch=batch, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
@@ -128,7 +128,7 @@ def counts(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count the stored vertices anew: finished = consumed + void; exit code 1 if not."""
+    """Count stored vertices: finished = consumed + void. Exit code 1 where it is not so."""
     from flexmarl.cli.commands.counts import counts as command
 
     raise typer.Exit(
@@ -145,7 +145,7 @@ def export_trajectories(
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
-    """Write vertices, edges, samples and groups as tables, texts and tokens included."""
+    """Write vertices, edges, samples, groups as tables. Texts and tokens are included."""
     from flexmarl.cli.commands.export_trajectories import export_trajectories as command
 
     command(run, out=out, format_=format_, batch=batch, data_dir=data_dir, cluster=cluster or [])

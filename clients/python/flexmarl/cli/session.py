@@ -149,9 +149,12 @@ async def _train(
     config = await job.begin(clients)
     stored.run = True
     outputs.open(config)
-    view.say(f"run {job.run_id}, metrics in {outputs.metrics_file}")
+    view.say(f"run {job.run_id}")
 
     def on_message(message: orchestrator_pb2.WatchProgressResponse) -> None:
+        if message.reports and not outputs.history:
+            # The file comes with the first version: a run that fails before it leaves none.
+            view.say(f"metrics in {outputs.metrics_file}")
         for report in message.reports:
             outputs.add(numbers_of(report))
         view.update(message)

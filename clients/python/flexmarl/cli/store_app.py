@@ -27,7 +27,7 @@ def snapshot(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a store, while it serves, into the folder `snapshots` of its data."""
+    """Copy a store, while it serves, into `snapshots` of its data."""
     from flexmarl.cli.commands.store import snapshot as command
 
     command(name, run_id=run_id, data_dir=data_dir, cluster=cluster or [], as_json=as_json)
@@ -39,7 +39,7 @@ def restore(
     data_dir: DataDir = DATA_DIR,
     store_dir: StoreDir = None,
 ) -> None:
-    """Make a store's data folder from a snapshot; refused where a store is already."""
+    """Make a data folder from a snapshot. Refused where a store is already."""
     from flexmarl.cli.commands.store import restore as command
 
     raise typer.Exit(command(source, data_dir=data_dir, store_dir=store_dir))
@@ -57,7 +57,7 @@ def check(
     data_dir: DataDir = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a store that does not run, or a snapshot; exit code 1 where it is damaged."""
+    """Verify a store that does not run, or a snapshot. Exit code 1: it is damaged."""
     from flexmarl.cli.commands.store import check as command
 
     raise typer.Exit(command(path, data_dir=data_dir, as_json=as_json))
@@ -70,7 +70,7 @@ def lost(
     data_dir: DataDir = DATA_DIR,
     cluster: Cluster = None,
 ) -> None:
-    """Give up a store that will not come back: its runs go on over their other stores."""
+    """Give up a store: its runs go on over their other stores."""
     from flexmarl.cli.commands.store_runs import lost as command
 
     command(shard, run_id=run_id, data_dir=data_dir, cluster=cluster or [])

@@ -138,9 +138,10 @@ def the_only(
     if len(graphs) == 1:
         return graphs[0]
     if graphs:
+        names = ", ".join(sorted(graph.sample.sample_id for graph in graphs))
         raise DomainError(
             ErrorReason.INVALID_ARGUMENT,
-            f"sample {sample_id!r} fits several samples of run {run_id!r}",
+            f"sample {sample_id!r} fits several samples of run {run_id!r}: {names}",
         )
     raise DomainError(
         ErrorReason.NOT_FOUND,

@@ -24,6 +24,7 @@ from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.vertex_listing import batch_stem
 
 _MAX_HOPS = 1000
+_MAX_CANDIDATES = 8
 
 
 class GraphQueries:
@@ -150,11 +151,19 @@ class GraphQueries:
             return graph_pb2.Sample.FromString(exact)
         prefix = keys.join("sample", run_id, sample_id)
         pairs = self._database.scan(Table.GRAPH, prefix)
-        found = [value for (_, value), _ in zip(pairs, range(2), strict=False)]
+        found = [
+            graph_pb2.Sample.FromString(value)
+            for (_, value), _ in zip(pairs, range(_MAX_CANDIDATES + 1), strict=False)
+        ]
         if len(found) == 1:
-            return graph_pb2.Sample.FromString(found[0])
+            return found[0]
         if found:
-            raise ValueError(f"sample {sample_id!r} fits several samples of run {run_id!r}")
+            names = [sample.sample_id for sample in found[:_MAX_CANDIDATES]]
+            more = ", ..." if len(found) > _MAX_CANDIDATES else ""
+            raise ValueError(
+                f"sample {sample_id!r} fits several samples of run {run_id!r}: "
+                f"{', '.join(names)}{more}"
+            )
         raise DomainError(
             ErrorReason.NOT_FOUND,
             f"no sample {sample_id!r} in run {run_id!r}",

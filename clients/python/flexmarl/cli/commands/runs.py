@@ -12,6 +12,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.connect import with_store
+from flexmarl.cli.errors import CliError
 from flexmarl.cli.output import print_json, print_line, print_table
 from flexmarl.client.store import StoreClient
 
@@ -33,17 +34,30 @@ def runs(*, data_dir: Path, cluster: Sequence[str], as_json: bool) -> None:
         print_line("no runs are stored here")
 
 
-def show(run_id: str, *, data_dir: Path, cluster: Sequence[str], as_json: bool) -> None:
-    """Show one run."""
+def show(
+    run_id: str,
+    *,
+    batch: int | None = None,
+    all_samples: bool = False,
+    data_dir: Path,
+    cluster: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Show one run, with samples of a batch: of the newest one that has been committed by default.
+
+    Raises:
+        CliError: No such run, or no sample of that batch.
+    """
 
     async def read(store: StoreClient, _folder: ClusterFolder) -> dict[str, Any]:
-        return await _details(store, run_id)
+        return await _details(store, run_id, batch=batch)
 
     details = with_store(read, data_dir=data_dir, cluster=cluster)
     if as_json:
         print_json(details)
     else:
-        _print_details(details)
+        num_samples = len(details["samples"])
+        _print_details(details, num_shown=num_samples if all_samples else _SHOWN_SAMPLES)
 
 
 async def _summary(store: StoreClient, run: graph_pb2.Run) -> dict[str, Any]:
@@ -57,13 +71,15 @@ async def _summary(store: StoreClient, run: graph_pb2.Run) -> dict[str, Any]:
     }
 
 
-async def _details(store: StoreClient, run_id: str) -> dict[str, Any]:
+async def _details(store: StoreClient, run_id: str, *, batch: int | None) -> dict[str, Any]:
     run = await store.get_run(run_id)
     manifests = await store.list_manifests(run_id)
     batches = [manifest.batch for manifest in manifests if manifest.HasField("batch")]
-    samples = []
-    if batches:
-        samples = await store.list_samples(run_id, batch=batches[-1].batch)
+    chosen = batches[-1].batch if batch is None and batches else batch
+    samples = [] if chosen is None else await store.list_samples(run_id, batch=chosen)
+    if batch is not None and not samples:
+        newest = f"its newest committed batch is {batches[-1].batch}" if batches else "it has none"
+        raise CliError(f"--batch {batch}: run {run_id} has no samples of that batch; {newest}")
     return {
         **await _summary(store, run),
         "content_hash": run.content_hash,
@@ -112,7 +128,7 @@ def _sample(sample: graph_pb2.Sample) -> dict[str, Any]:
     }
 
 
-def _print_details(details: dict[str, Any]) -> None:
+def _print_details(details: dict[str, Any], *, num_shown: int) -> None:
     for key in ("run", "status", "version", "created", "content_hash", "failure"):
         if details[key] is not None:
             print_line(f"{key.replace('_', ' ')}: {details[key]}")
@@ -125,12 +141,11 @@ def _print_details(details: dict[str, Any]) -> None:
         print_table(details["versions"], columns)
     if details["samples"]:
         print_line("")
-        print_table(
-            details["samples"][:_SHOWN_SAMPLES], ["sample", "status", "team_reward", "vertices"]
-        )
-        more = len(details["samples"]) - _SHOWN_SAMPLES
+        print_table(details["samples"][:num_shown], ["sample", "status", "team_reward", "vertices"])
+        more = len(details["samples"]) - num_shown
         if more > 0:
-            print_line(f"... and {more} more samples; one of them: flexmarl graph RUN SAMPLE")
+            print_line(f"... and {more} more samples: --all; another batch: --batch N")
+        print_line(f"what a sample did: flexmarl graph {details['run']} SAMPLE")
 
 
 def status_name(status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def vertices(
     """List vertices.
 
     Raises:
-        CliError: An option cannot be read.
+        CliError: An option cannot be read, or names an agent or policy that the run does not have.
         DomainError: No such run.
     """
     chosen, order = query.to_filter(), query.to_order()
@@ -113,6 +114,8 @@ def vertices(
             metas.append(vertex.meta)
             if len(metas) > limit:
                 break
+        if not metas:
+            await _check_names(store, run_id, query)
         return metas
 
     metas = with_store(read, data_dir=data_dir, cluster=cluster)
@@ -152,6 +155,20 @@ def describe(meta: graph_pb2.VertexMeta) -> dict[str, Any]:
         "upstream": list(meta.upstream_vertex_ids),
         "failure": meta.failure.message or None,
     }
+
+
+async def _check_names(store: StoreClient, run_id: str, query: VertexQuery) -> None:
+    """Tells a name that was mistyped from one that has nothing to show."""
+    run = await store.get_run(run_id)
+    called = (await store.describe_agents(run_id)).agents
+    declared = json.loads(run.config_json).get("agents", {})
+    for option, name, known in (
+        ("--agent", query.agent, {*declared, *(each.agent for each in called)}),
+        ("--policy", query.policy, {*run.models, *(each.policy for each in called)}),
+    ):
+        if name and name not in known:
+            names = ", ".join(sorted(filter(None, known)))
+            raise CliError(f"{option} {name!r}: not one of this run; it has: {names}")
 
 
 def _name(enum: Any, prefix: str, number: int) -> str | None:  # noqa: ANN401 - generated enum
