@@ -205,6 +205,7 @@ def test_timeline_has_the_requests_and_the_batch(flexmarl, tmp_path):
             ("show", RUN, "--batch", "7"),
             "no samples of that batch",
         ),
+        (("runs", "delete", "nothing"), "nothing"),
         (("vertices", RUN, "--agent", "sotrer"), "it has: merger, sorter, splitter"),
         (("vertices", RUN, "--policy", "sotrer"), "it has: merger, sorter, splitter"),
         (("graph", RUN, "b000009"), "b000009"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,15 @@ class StoreProcess:
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def lose_memory(self, also_on_disk: Iterable[str] = ()) -> None:
+        """Become a host that was started anew, before these segments came to its disk."""
+        files = list(self.memory_dir.glob("*.seg"))
+        for key in also_on_disk:
+            digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+            files += (self.folder / "data" / "segments").glob(f"{digest}-*.seg")
+        for file in files:
+            file.unlink()
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""

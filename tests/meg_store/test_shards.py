@@ -41,7 +41,7 @@ HOME = {
     "AcquireTerm", "AllocateSegment", "CloseSegment", "Commit", "CreateMicroBatch",
     "CreateSnapshot", "FetchSegment", "FindWholeVersions", "GetManifest", "GetObject", "GetState",
     "GetStats", "ListManifests", "ListMicroBatches", "ListRuns", "LoseShard", "OpenSegment",
-    "PinVersion", "PutObject", "ReadSegment", "SaveState", "SealSegment", "StatObject",
+    "PinVersion", "PutObject", "ReadSegment", "ReturnToWhole", "SaveState", "SealSegment", "StatObject",
     "UnpinVersion", "UpdateRunStatus",
 }  # fmt: skip
 BY_METHOD = {"CreateRun", "DeleteRun", "GetRun", "GetSampleGraph", "ListVertices", "Watch"}

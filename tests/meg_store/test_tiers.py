@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 from meg_store.store_harness import RUN, a_run, serving
@@ -35,7 +36,15 @@ async def read(store, key: str) -> tuple[int, int]:
         return reader.buffers["w"].data[0], reader.view.tier
 
 
-async def commit(store, term: int, version: int, weights: common.ObjectRef) -> None:
+async def save(store, version: int, weights: common.ObjectRef, **more) -> None:
+    term = await store.acquire_term(RUN, "policy/p", holder="test")
+    await store.save_state(
+        RUN, graph.StateRecord(policy="p", version=version, term=term, weights=weights, **more)
+    )
+
+
+async def commit(store, term: int, version: int, made: common.ObjectRef | graph.StateRecord):
+    weights = made.weights if isinstance(made, graph.StateRecord) else made
     policy = graph.PolicyManifest(weights=weights, state_version=version)
     manifest = graph.Manifest(version=version, term=term, policies={"p": policy})
     expected = version - 1 if version else None
@@ -159,6 +168,64 @@ class TestCopiesOnDisk:
             await store.get_stats()
             disk = list((tmp_path / "segments").glob("*.seg"))
             assert len(disk) == 1
+
+
+class TestReturn:
+    async def test_lost_memory_returns_a_run_to_what_is_on_disk(self, tmp_path):
+        folder = tmp_path / "one"
+        async with serving(folder, state_to_disk_every=1) as (store, shard):
+            await store.create_run(a_run())
+            term = await store.acquire_term(RUN, "orchestrator", holder="test")
+            for version in range(2):
+                await save(store, version, await put(store, shard, f"w{version}", version))
+                await commit(store, term, version, await store.get_state(RUN, "p"))
+                await until(lambda v=version: shard.segments.is_on_disk([f"w{v}"]))
+            nothing = await store.return_to_whole(RUN, term=term)
+            assert (list(nothing.run.returns), list(nothing.reset_policies)) == ([], [])
+            path = Path(shard.segments.find("w1").view.disk_path)
+        path.unlink()  # noqa: ASYNC240 - version 1 had not come that far
+        folder.rename(tmp_path / "two")  # and the folder is another one now
+        async with serving(tmp_path / "two") as (store, _):
+            with pytest.raises(FlexMarlError, match="TERM_STALE"):
+                await store.return_to_whole(RUN, term=term + 1)
+            for _ in range(2):
+                answer = await store.return_to_whole(RUN, term=term)
+                assert [(r.version, r.newest) for r in answer.run.returns] == [(0, 1)]
+            assert (await store.get_manifest(RUN)).version == 0
+            state = await store.get_state(RUN, "p")
+            assert (state.version, state.weights.key, list(state.ledger)) == (0, "w0", [])
+            assert await read(store, "w0") == (0, pb.SEGMENT_TIER_DISK)
+            ref = await store.set(RUN, "w1b", [buffer(9)])
+            await save(store, 1, ref)
+            await commit(store, term, 1, await store.get_state(RUN, "p"))
+        async with serving(tmp_path / "two") as (store, _):
+            assert (await store.get_manifest(RUN)).policies["p"].weights.key == "w1b"
+
+    async def test_a_lost_sum_costs_the_sum_alone(self, tmp_path):
+        async with serving(tmp_path, state_to_disk_every=1) as (store, shard):
+            await store.create_run(a_run())
+            term = await store.acquire_term(RUN, "orchestrator", holder="test")
+            weights = await put(store, shard, "w0", 0)
+            await save(store, 0, weights)
+            await commit(store, term, 0, await store.get_state(RUN, "p"))
+            await until(lambda: shard.segments.is_on_disk(["w0"]))
+            gradients = await put(store, shard, "g", 7)
+            await save(store, 0, weights, gradients=gradients, ledger=["b000000a0-m0000-p"])
+        async with serving(tmp_path) as (store, _):
+            answer = await store.return_to_whole(RUN, term=term)
+            assert (list(answer.run.returns), list(answer.reset_policies)) == ([], ["p"])
+            state = await store.get_state(RUN, "p")
+            assert (list(state.ledger), state.gradients.key) == ([], "")
+
+    async def test_a_run_of_which_nothing_is_whole_says_so(self, tmp_path):
+        async with serving(tmp_path) as (store, shard):
+            await store.create_run(a_run())
+            term = await store.acquire_term(RUN, "orchestrator", holder="test")
+            await save(store, 0, await put(store, shard, "w0", 0))
+            await commit(store, term, 0, await store.get_state(RUN, "p"))
+        async with serving(tmp_path) as (store, _):
+            with pytest.raises(NotFoundError, match="no version is whole"):
+                await store.return_to_whole(RUN, term=term)
 
 
 class TestPins:

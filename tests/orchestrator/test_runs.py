@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 from orchestrator.cluster import AGENTS, Cluster, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample
-from orchestrator.standin_trainer import StandInTrainer, weights_of
+from orchestrator.standin_trainer import Bound, StandInTrainer, weights_of
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL as FULL
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
+from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import RunConfig
@@ -103,6 +106,58 @@ async def test_the_store_is_killed_in_the_middle(processes: Processes) -> None:
         progress = await follow_again(run)
         assert progress.status == common.RUN_STATUS_FINISHED
         await check_books(run)
+
+
+class Held(StandInTrainer):
+    """Computes nothing of a batch before it is let."""
+
+    let = 0
+
+    async def _compute(self, request: pb.ComputeGradientsRequest, bound: Bound) -> pb.Operation:
+        while request.version >= self.let:  # noqa: ASYNC110 - the test moves it
+            await asyncio.sleep(0.01)
+        return await super()._compute(request, bound)
+
+
+async def test_a_run_whose_memory_is_lost_returns_to_a_whole_version(processes: Processes) -> None:
+    trainer = Held()
+    async with cluster(processes, trainer=trainer) as run:
+        await run.submit(run_config())
+        await run.until(lambda m: m is not None and m.version == 0)
+        find = run.store.find_whole_versions
+        while not (await find(run.run_id)).HasField("newest_on_disk"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        trainer.let = 1
+        await run.until(lambda m: m is not None and m.version == 1)
+        lost = await run.store.get_manifest(run.run_id)
+        run.orchestrator_process.kill()
+        run.store_process.kill()
+        run.store_process.lose_memory(lost.policies[agent].weights.key for agent in AGENTS)
+        await run.store_process.start()
+        await run.orchestrator_process.start()
+        trainer.let = 9
+        assert (await follow_again(run)).status == common.RUN_STATUS_FINISHED
+
+        stored = await run.store.get_run(run.run_id)
+        assert [(each.version, each.newest) for each in stored.returns] == [(0, 1)]
+        manifests = await run.manifests()
+        assert [(m.batch.batch, m.batch.batch_attempt) for m in manifests[1:]] == [
+            (batch, 1) for batch in range(3)
+        ]
+        consumed = [name for m in manifests for name in m.batch.consumed_micro_batch_ids]
+        weights = await weights_of(run.store, run.run_id, manifests[-1])
+        for agent in AGENTS:
+            assert weights[agent] == sum(name.endswith(f"-{agent}") for name in consumed)
+            for manifest in manifests[1:]:
+                assert manifest.batch.policies[agent].consumed == 12 * CALLS_PER_SAMPLE[agent]
+        # What was drawn before is void, and the same seeds drew the same tokens again.
+        drawn: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
+        async for row in run.store.list_vertices(run.run_id, VertexFilter(batch=0), view=FULL):
+            path = row.meta.vertex_id.partition("-")[2]
+            drawn[row.meta.batch_attempt][path] = list(row.payload.response_tokens)
+            is_void = row.meta.void_reason == common.VOID_REASON_ROLLED_BACK
+            assert is_void == (row.meta.batch_attempt == 0)
+        assert drawn[0] == drawn[1]
 
 
 async def test_the_dispatcher_and_the_trainer_are_started_anew(processes: Processes) -> None:
@@ -263,6 +318,11 @@ async def test_stop_after_the_batch(processes: Processes) -> None:
         await run.client.stop_run(run.run_id, finish_batch=True)
         progress = await run.follow()
         assert (progress.status, progress.version) == (common.RUN_STATUS_STOPPED, 2)
+        for _ in range(2):
+            await run.client.delete_run(run.run_id, home_shard=run.home)
+        for call in (run.store.get_run, run.client.get_run_status):
+            with pytest.raises(NotFoundError):
+                await call(run.run_id)
 
 
 async def test_a_second_orchestrator_takes_over(processes: Processes) -> None:
@@ -288,6 +348,8 @@ async def test_refusals(processes: Processes) -> None:
             await run.client.submit_run("other", home_shard=common.ShardAddress())
         await run.submit(run_config())
         progress = await run.client.submit_run(run.run_id, home_shard=run.home)  # again: answered
+        with pytest.raises(FlexMarlError, match="stop it first"):
+            await run.client.delete_run(run.run_id, home_shard=run.home)
         assert progress.status == common.RUN_STATUS_RUNNING
         with pytest.raises(FlexMarlError, match="several runs"):
             await run.client.submit_run("other", home_shard=run.home)

@@ -50,6 +50,8 @@ DEADLINES_S: Final[Mapping[str, float | None]] = MappingProxyType(
         _ORCHESTRATOR + "SubmitRun": 60.0,
         _ORCHESTRATOR + "ResumeRun": 60.0,
         _ORCHESTRATOR + "StopRun": 60.0,
+        # One DeleteRun of each store shard.
+        _ORCHESTRATOR + "DeleteRun": 180.0,
         # Bundles are unpacked, workers and engines are started.
         _ROLLOUT + "OpenRun": 120.0,
         _ROLLOUT + "CloseRun": 30.0,

@@ -65,17 +65,23 @@ class Evaluation:
         version: The version.
         rules: What is sampled.
         stored: Its samples that ended before a restart.
+        attempt: Of the batch of that version.
     """
 
     def __init__(
-        self, version: int, rules: EvaluationRules, stored: Iterable[SampleFact] = ()
+        self,
+        version: int,
+        rules: EvaluationRules,
+        stored: Iterable[SampleFact] = (),
+        *,
+        attempt: int = 0,
     ) -> None:
         self.version = version
         self._queries: dict[str, _Query] = {}
         self.is_admitted = False
         self._asked = False
         self._to_start: list[SampleId] = []
-        batch = BatchId(version, evaluation=True)
+        batch = BatchId(version, attempt, evaluation=True)
         for ordinal in range(rules.num_queries):
             group_id = GroupId(batch, ordinal)
             spec = GroupSpec(group_id=str(group_id), ordinal=ordinal, query_index=ordinal)

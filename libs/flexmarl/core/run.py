@@ -69,6 +69,7 @@ from flexmarl.core.run_events import (
 from flexmarl.core.states import RunStatus
 from flexmarl.core.training import Training, TrainingRules
 from flexmarl.core.training_rows import RunFailure, SampleFact
+from flexmarl.core.version_return import batch_attempt
 
 _BatchWork = (
     AdmitGroups
@@ -123,6 +124,7 @@ class RunCore:
         self.ended: EndRun | None = None
         self._rules = rules
         self._order = order
+        self._returned_to = stored.returned_to
         self._watch = FailureWatch(rules.batch.samples_per_group, num_done=stored.version or 0)
         self._idle = IdleWatch(rules.batch.advantage.scope)
         self._rollout = _Rollout()
@@ -424,7 +426,7 @@ class RunCore:
         start = self.cursor
         self._subgraphs_asked.clear()
         self.batch = BatchGroups(
-            BatchId(self.version),
+            BatchId(self.version, batch_attempt(self._returned_to, self.version)),
             self._rules.batch,
             query_at=lambda ordinal: self._order.row_at(self._order.advance(start, ordinal)),
             watch=self._watch,
@@ -443,7 +445,8 @@ class RunCore:
         self.evaluation = None
         rules, version = self._rules.evaluation, self.version
         if version is not None and rules.is_due(version, last=self.batch is None):
-            self.evaluation = Evaluation(version, rules, stored)
+            attempt = batch_attempt(self._returned_to, version)
+            self.evaluation = Evaluation(version, rules, stored, attempt=attempt)
 
     def _new_timers(self, effects: Iterable[Effect]) -> Iterator[Effect]:
         for effect in effects:

@@ -183,6 +183,7 @@ class StoredRun:
         records: Micro-batch records of the open batch.
         states: Newest state record per policy.
         evaluated: Sample attempts of the version's evaluation that ended.
+        returned_to: Versions that the run returned to.
     """
 
     version: int | None = None
@@ -192,3 +193,4 @@ class StoredRun:
     records: tuple[StoredRecord, ...] = ()
     states: Mapping[str, StateFact] = field(default_factory=dict)
     evaluated: tuple[SampleFact, ...] = ()
+    returned_to: tuple[int, ...] = ()

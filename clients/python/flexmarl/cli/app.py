@@ -9,6 +9,7 @@ import typer
 
 from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir, RunId, ServiceSet
 from flexmarl.cli.query_app import query_app
+from flexmarl.cli.runs_app import runs_app
 from flexmarl.cli.store_app import store_app
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ _OUT = Path("runs")
 Out = Annotated[Path, typer.Option("--out", help="Where the folders of runs are.")]
 
 app.add_typer(query_app)
+app.add_typer(runs_app, name="runs")
 app.add_typer(store_app, name="store")
 
 
@@ -132,14 +134,6 @@ def serve(
     from flexmarl.cli.commands.serve import serve as command
 
     command(service, role=role, config=config, overrides=set_ or [])
-
-
-@app.command()
-def runs(data_dir: DataDir = DATA_DIR, cluster: Cluster = None, as_json: AsJson = False) -> None:
-    """List the stored runs."""
-    from flexmarl.cli.commands.runs import runs as command
-
-    command(data_dir=data_dir, cluster=cluster or [], as_json=as_json)
 
 
 @app.command()

@@ -55,6 +55,14 @@ def addresses_of_running(data_dir: Path, cluster: Sequence[str]) -> Addresses:
     return addresses_of(running)
 
 
+def orchestrator_beside(folder: ClusterFolder, cluster: Sequence[str]) -> str:
+    """Address of the orchestrator of a cluster that runs; empty where a store alone is there."""
+    if cluster:
+        return parse_cluster(list(cluster)).orchestrator
+    running = find_running(folder)
+    return "" if running is None else addresses_of(running).orchestrator
+
+
 def with_store(
     use: Callable[[RunStore, ClusterFolder], Awaitable[ResultT]],
     *,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir, RunId
+from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir
 
 store_app = typer.Typer(help="Care of a store's data.", no_args_is_help=True)
 
@@ -71,18 +71,6 @@ def lost(
     cluster: Cluster = None,
 ) -> None:
     """Give up a store: its runs go on over their other stores."""
-    from flexmarl.cli.commands.store_runs import lost as command
+    from flexmarl.cli.commands.store_lost import lost as command
 
     command(shard, run_id=run_id, data_dir=data_dir, cluster=cluster or [])
-
-
-@store_app.command()
-def delete(
-    run_id: RunId,
-    data_dir: DataDir = DATA_DIR,
-    cluster: Cluster = None,
-) -> None:
-    """Remove an ended run, and give its space back."""
-    from flexmarl.cli.commands.store_runs import delete as command
-
-    command(run_id, data_dir=data_dir, cluster=cluster or [])

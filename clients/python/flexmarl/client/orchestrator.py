@@ -1,4 +1,4 @@
-"""The Orchestrator's typed client: submit, resume, stop and watch runs."""
+"""The Orchestrator's typed client: submit, resume, stop, delete and watch runs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ class OrchestratorClient(ServiceClient):
         request = pb.StopRunRequest(request_id=new_request_id(), run_id=run_id, mode=mode)
         response: pb.StopRunResponse = await self._call("StopRun", request)
         return response.progress
+
+    async def delete_run(self, run_id: str, *, home_shard: common_pb2.ShardAddress) -> None:
+        """Remove a run that is not driven from all its store shards; one that is gone is fine.
+
+        Raises:
+            RefusedError: STATE_TRANSITION_REFUSED while it is driven.
+        """
+        request = pb.DeleteRunRequest(
+            request_id=new_request_id(), run_id=run_id, home_shard=home_shard
+        )
+        await self._call("DeleteRun", request)
 
     async def get_run_status(self, run_id: str) -> pb.RunProgress:
         """Where a run stands."""

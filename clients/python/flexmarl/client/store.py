@@ -94,6 +94,16 @@ class StoreClient(StoreSegments):
         with suppress(NotFoundError):
             await self._call("DeleteRun", request)
 
+    async def return_to_whole(self, run_id: str, *, term: int) -> pb.ReturnToWholeResponse:
+        """Make the newest version whose segments are all there the newest one.
+
+        Raises:
+            NotFoundError: SEGMENT_NOT_FOUND: no version is whole.
+        """
+        request = pb.ReturnToWholeRequest(request_id=new_request_id(), run_id=run_id, term=term)
+        response: pb.ReturnToWholeResponse = await self._call("ReturnToWhole", request)
+        return response
+
     async def lose_shard(
         self, run_id: str, shard: str, *, term: int = 0, groups: Iterable[graph_pb2.Group] = ()
     ) -> graph_pb2.Run:

@@ -47,7 +47,8 @@ async def serve(config: MegStoreConfig) -> None:
         _log.warning("log_torn", meaning="what follows is lost", detail=backend.torn_log)
     # Whoever removes this shard's data must find what lies outside of its folder, too.
     write_json_atomically(
-        config.store.data_dir / "memory_tier.json", {"folder": str(config.store.memory_dir)}
+        config.store.data_dir / "memory_tier.json",
+        {"folder": str(config.store.memory_dir), "data_dir": str(config.store.data_dir.resolve())},
     )
     background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
     shard = Shard(backend, config.store, on_fatal=_die, start=background.start)

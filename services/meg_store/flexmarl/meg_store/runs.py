@@ -237,8 +237,10 @@ class Runs:
 
     def _check(self, run: graph_pb2.Run) -> None:
         check_name(run.run_id, what="run id")
-        if run.status or run.created_unix_ns or run.lost_shards:
-            raise _invalid("run.status, created_unix_ns and lost_shards are set by the store")
+        if run.status or run.created_unix_ns or run.lost_shards or run.returns:
+            raise _invalid(
+                "run.status, created_unix_ns, lost_shards and returns are set by the store"
+            )
         if len(run.config_json) > _MAX_CONFIG_BYTES:
             raise _invalid(f"run.config_json is larger than {_MAX_CONFIG_BYTES} bytes")
         names = [check_name(shard.name, what="shard") for shard in run.shards]
@@ -295,7 +297,7 @@ def _identity(run: graph_pb2.Run) -> bytes:
     """What makes a run the same one: not its state, nor the port that a shard listens on today."""
     kept = graph_pb2.Run()
     kept.CopyFrom(run)
-    for name in ("status", "failure", "created_unix_ns", "lost_shards"):
+    for name in ("status", "failure", "created_unix_ns", "lost_shards", "returns"):
         kept.ClearField(name)
     for shard in kept.shards:
         shard.ClearField("address")

@@ -64,19 +64,19 @@ class SegmentFiles:
     def __init__(
         self, *, memory_dir: Path, disk_dir: Path, memory_bytes: int, pool_bytes: int
     ) -> None:
-        self._dirs = {MEMORY: memory_dir, DISK: disk_dir}
+        self.folders = {MEMORY: memory_dir, DISK: disk_dir}
         self.memory_bytes = memory_bytes
         self._pool_max_bytes = pool_bytes
         self._pool: list[SegmentFile] = []
         self._in_use: dict[Path, int] = {}
         self.used_bytes = {MEMORY: 0, DISK: 0}
         self.pool_bytes = 0
-        for folder in self._dirs.values():
+        for folder in self.folders.values():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def adopt(self, known: Collection[Path]) -> None:
         """At start: count the files that records name, remove all others."""
-        for tier, folder in self._dirs.items():
+        for tier, folder in self.folders.items():
             for path in sorted(folder.glob("*.seg")):
                 if path in known:
                     self._use(path, tier, path.stat().st_size)
@@ -125,7 +125,7 @@ class SegmentFiles:
         while self._pool:
             self._drop_oldest()
         with suppress(OSError):
-            self._dirs[MEMORY].rmdir()
+            self.folders[MEMORY].rmdir()
 
     def _take(self, key: str, size_bytes: int) -> SegmentFile | None:
         fits = [
@@ -189,7 +189,7 @@ class SegmentFiles:
 
     def _name(self, key: str, tier: pb.SegmentTier.ValueType) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-        return self._dirs[tier] / f"{digest}-{uuid.uuid4().hex[:8]}.seg"
+        return self.folders[tier] / f"{digest}-{uuid.uuid4().hex[:8]}.seg"
 
 
 def copy_file(source: Path, target: Path, *, durably: bool) -> None:

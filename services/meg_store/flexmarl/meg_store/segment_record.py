@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.meg_store.segment_files import DISK, SegmentFile
@@ -13,6 +15,10 @@ from flexmarl.meg_store.segment_files import DISK, SegmentFile
 FETCHED_FROM: Final = "fetched_from"
 """Attribute of a copy of another store's segment: the name of that shard."""
 
+Folders: TypeAlias = Mapping[pb.SegmentTier.ValueType, Path]
+"""Folder of the files of each tier."""
+
+_AS_STORED: Final[Folders] = MappingProxyType({})
 _HEAD = struct.Struct(">BqqH")
 
 
@@ -73,11 +79,20 @@ class Segment:
         return head + run + self.view.SerializeToString()
 
     @classmethod
-    def decode(cls, value: bytes) -> Segment:
-        """Inverse of `encode`; the segment is of a former life."""
+    def decode(cls, value: bytes, *, folders: Folders = _AS_STORED) -> Segment:
+        """Inverse of `encode`; the segment is of a former life.
+
+        Args:
+            value: Stored form.
+            folders: Where files of a tier lie by now: the data may have been moved or copied since.
+        """
         sealed, created, size_bytes, run_bytes = _HEAD.unpack_from(value)
         body = _HEAD.size + run_bytes
         view = pb.OpenSegmentResponse.FromString(value[body:])
+        if view.tier in folders:
+            view.path = str(folders[view.tier] / Path(view.path).name)
+        if view.disk_path and DISK in folders:
+            view.disk_path = str(folders[DISK] / Path(view.disk_path).name)
         copy = SegmentFile(Path(view.disk_path), DISK, size_bytes) if view.disk_path else None
         segment = cls(
             run_id=value[_HEAD.size : body].decode(),

@@ -58,7 +58,7 @@ class Segments:
         self._segments: dict[str, Segment] = {}
         self._doomed: dict[str, Segment] = {}
         for _, value in database.scan(Table.META, keys.prefix("segment")):
-            segment = Segment.decode(value)
+            segment = Segment.decode(value, folders=files.folders)
             self._segments[segment.key] = segment
         files.adopt(
             {file.path for s in self._segments.values() for file in (s.file, s.copy) if file}

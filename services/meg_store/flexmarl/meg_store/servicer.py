@@ -94,6 +94,10 @@ class Servicer:
         """See the contract."""
         return await self._mutate(call, self.shard.loss.lose, sync=True)
 
+    async def ReturnToWhole(self, call: Call, _: Context) -> bytes:
+        """See the contract."""
+        return await self._mutate(call, self.shard.returns.to_whole, sync=True)
+
     async def DeleteRun(self, call: Call, _: Context) -> bytes:
         """See the contract."""
         return await self.shard.deletion.delete(call.message, call.payload)

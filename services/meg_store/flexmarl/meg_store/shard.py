@@ -29,6 +29,7 @@ from flexmarl.meg_store.segment_tiers import SegmentTiers, StateCopies
 from flexmarl.meg_store.segments import Segments
 from flexmarl.meg_store.shard_loss import ShardLoss
 from flexmarl.meg_store.snapshots import Snapshots
+from flexmarl.meg_store.state_return import StateReturn
 from flexmarl.meg_store.training import Training
 from flexmarl.meg_store.vertex_listing import VertexListing
 from flexmarl.runtime.logging import get_logger
@@ -105,6 +106,7 @@ class Shard:
             retain_versions=config.retain_versions,
             on_commit=self._committed,
         )
+        self.returns = StateReturn(self.runs, self.segments, self.training)
         self.loss = ShardLoss(self.database, self.runs)
         self.fetches = SegmentFetches(self.database, self.segments, self.tiers)
         self.deletion = RunDeletion(

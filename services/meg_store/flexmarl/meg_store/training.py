@@ -7,7 +7,7 @@ the next manifest. After either, segments that nothing needs any more are freed 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -149,6 +149,45 @@ class Training:
         return pb.FindWholeVersionsResponse(
             newest_whole=max(whole, default=None), newest_on_disk=self._newest_on_disk(manifests)
         )
+
+    def named(
+        self, run_id: str
+    ) -> tuple[Mapping[int, frozenset[str]], Mapping[tuple[str, int], frozenset[str]]]:
+        """Segment keys of the kept manifests by version, of state records by policy and version."""
+        books = self._of(run_id)
+        return books.manifests, books.saved
+
+    def give_up(
+        self,
+        draft: Draft,
+        entry: RunEntry,
+        *,
+        after: int | None,
+        states: Iterable[graph_pb2.StateRecord],
+        policies: Collection[str],
+    ) -> None:
+        """Delete manifests after a version, and have these states be all that is saved of policies.
+
+        Args:
+            draft: Where it is written.
+            entry: The run.
+            after: The version; None deletes no manifest.
+            states: What is saved of the policies from now on.
+            policies: The policies.
+        """
+        run_id, books = entry.run_id, self._of(entry.run_id)
+        manifests = {v: k for v, k in books.manifests.items() if after is None or v <= after}
+        saved = {key: named for key, named in books.saved.items() if key[0] not in policies}
+        for version in sorted(set(books.manifests) - set(manifests)):
+            draft.delete(Table.META, keys.numbered(version, "manifest", run_id))
+        for policy, version in sorted(set(books.saved) - set(saved)):
+            draft.delete(Table.META, keys.numbered(version, "state", run_id, policy))
+        for state in states:
+            key = keys.numbered(state.version, "state", run_id, state.policy)
+            draft.put(Table.META, key, state.SerializeToString())
+            draft.event(run_id, pb.Event(kind=pb.EVENT_KIND_STATE, state=state))
+            saved[state.policy, state.version] = _keys_of_state(state)
+        self._retire(draft, entry, manifests, saved)
 
     def forget(self, run_id: str) -> None:
         """Drop what is remembered of a deleted run."""

@@ -100,6 +100,7 @@ class Accounts:
         assert batch is not None, "a batch is committed before the next one begins"
         return graph_pb2.BatchRecord(
             batch=effect.version - 1,
+            batch_attempt=batch.batch.attempt,
             num_groups_closed=num_groups(batch, GroupStatus.CLOSED),
             num_groups_dropped=num_groups(batch, GroupStatus.DROPPED),
             policies=counts.policies,

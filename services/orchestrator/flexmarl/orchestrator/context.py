@@ -14,7 +14,8 @@ from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.batch_metrics import StepClock, TrainMeans
 from flexmarl.core.dataset_order import DatasetOrder
-from flexmarl.core.ids import is_evaluation
+from flexmarl.core.ids import BatchId, is_evaluation
+from flexmarl.core.version_return import batch_attempt
 from flexmarl.orchestrator.calls import fenced
 from flexmarl.runtime.dataset import Queries
 from flexmarl.runtime.run_config import RunConfig
@@ -31,6 +32,7 @@ class RunContext:
         store: Its shards.
         home: Address of the home shard, as this orchestrator knows it.
         queries: Its queries, held-out ones apart.
+        returned_to: Versions that the run returned to, as later state was lost.
         manifest: Newest committed manifest; None before version 0.
         states: Newest saved state record of each policy.
         query_index: Dataset row of each group of the open batch.
@@ -48,6 +50,7 @@ class RunContext:
     store: RunStore
     home: common_pb2.ShardAddress
     queries: Queries
+    returned_to: tuple[int, ...] = ()
     manifest: graph_pb2.Manifest | None = None
     states: dict[str, graph_pb2.StateRecord] = field(default_factory=dict)
     query_index: dict[str, int] = field(default_factory=dict)
@@ -57,6 +60,10 @@ class RunContext:
     trainer_status: dict[str, trainer_pb2.TrainerStatus] = field(default_factory=dict)
     clock: StepClock = field(default_factory=lambda: StepClock(begun=time.monotonic()))
     train_means: TrainMeans = field(default_factory=TrainMeans)
+
+    def batch_id(self, batch: int) -> BatchId:
+        """A batch, under the attempt that it is in."""
+        return BatchId(batch, batch_attempt(self.returned_to, batch))
 
     @property
     def shards(self) -> Sequence[common_pb2.ShardAddress]:

@@ -34,6 +34,7 @@ from flexmarl.orchestrator.rollout_effects import RolloutEffects
 from flexmarl.orchestrator.rules import parse_config
 from flexmarl.orchestrator.shard_loss import lost_shard
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
+from flexmarl.orchestrator.version_return import return_to_whole
 from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.run_config import RunConfig
@@ -189,6 +190,7 @@ class LiveRun:
             known_rows = {name: group.rows for name, group in batch.groups.items()}
         self._context, self._driver = context, None
         context.queries = await self._read_queries()
+        await return_to_whole(context)
         stored = await read_stored_run(context, known_rows=known_rows)
         rollout, trainers = self._clients
         driver = Driver(

@@ -50,12 +50,15 @@ async def read_stored_run(
         store.list_samples(run_id, batch=batch),
         store.list_micro_batches(run_id, batch=batch),
     )
+    attempt = context.batch_id(batch).attempt
+    groups = [group for group in groups if group.batch_attempt == attempt]
+    records = [record for record in records if record.batch_attempt == attempt]
     if store.lost:
         await settle_losses(context, groups, records, known_rows=known_rows)
     metas = [
         vertex.meta
         async for vertex in store.list_vertices(run_id, pb.VertexFilter(batch=batch, status=DONE))
-        if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT
+        if vertex.meta.kind == common_pb2.VERTEX_KIND_AGENT and vertex.meta.batch_attempt == attempt
     ]
     evaluated = await _evaluated(context, batch)
     context.query_index.update((group.group_id, group.query_index) for group in groups)
@@ -69,10 +72,11 @@ async def read_stored_run(
         groups=tuple(
             _group(group, metas, shard=store.shard_of(group.group_id)) for group in groups
         ),
-        samples=tuple(sample_fact(sample) for sample in samples),
+        samples=tuple(sample_fact(each) for each in samples if each.batch_attempt == attempt),
         records=tuple(_record(each, void, alive=alive, ledgers=ledgers) for each in records),
         states=states,
         evaluated=evaluated,
+        returned_to=context.returned_to,
     )
 
 

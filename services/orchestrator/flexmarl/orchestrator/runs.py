@@ -1,4 +1,4 @@
-"""All runs of this process: submitting, resuming, stopping, watching."""
+"""All runs of this process: submitting, resuming, stopping, deleting, watching."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
+from flexmarl.client.errors import NotFoundError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.run_store import RunStore
 from flexmarl.client.trainer import TrainerClient
@@ -121,6 +122,30 @@ class Runs:
                 _log.warning("run_stops_slowly", run=run_id)
         return live.progress
 
+    async def delete(self, run_id: str, home: common_pb2.ShardAddress) -> None:
+        """Remove a run from all its store shards; one that is gone is fine.
+
+        Raises:
+            DomainError: STATE_TRANSITION_REFUSED while it is driven, here or elsewhere.
+        """
+        async with self._lock:
+            live = self._runs.get(run_id)
+            if live is not None and not live.ended.is_set():
+                raise DomainError(
+                    ErrorReason.STATE_TRANSITION_REFUSED,
+                    f"run {run_id!r} is driven; stop it first: flexmarl stop {run_id} --now",
+                    {"run": run_id},
+                )
+            store = RunStore.over([home], patience_s=self._config.store_patience_s)
+            try:
+                await self._delete(run_id, home, store)
+            finally:
+                await store.close()
+            self._owned.remove(run_id)
+            if live is not None:
+                del self._runs[run_id]
+                await live.store.close()
+
     def progress(self, run_id: str) -> pb.RunProgress:
         """Where a run stands.
 
@@ -213,6 +238,14 @@ class Runs:
         self._owned.add(OwnedRun(run_id, home.name, home.address))
         self._background.start(f"run {run_id}", self._drive(live))
         return live
+
+    async def _delete(self, run_id: str, home: common_pb2.ShardAddress, store: RunStore) -> None:
+        try:
+            run = await store.get_run(run_id)
+        except NotFoundError:
+            return
+        store.use_shards([home, *run.shards[1:]], patience_s=self._config.store_patience_s)
+        await store.delete_run(run_id)
 
     async def _drive(self, live: LiveRun) -> None:
         await live.drive()

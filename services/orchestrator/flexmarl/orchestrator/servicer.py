@@ -52,6 +52,13 @@ class Servicer(OrchestratorServiceServicer):
         progress = await self._runs.stop(request.run_id, finish_batch=finish_batch)
         return pb.StopRunResponse(progress=progress)
 
+    async def DeleteRun(  # noqa: N802
+        self, request: pb.DeleteRunRequest, _context: Context
+    ) -> pb.DeleteRunResponse:
+        """Remove a run."""
+        await self._runs.delete(request.run_id, _home(request.run_id, request.home_shard))
+        return pb.DeleteRunResponse()
+
     async def GetRunStatus(  # noqa: N802
         self, request: pb.GetRunStatusRequest, _context: Context
     ) -> pb.GetRunStatusResponse:

@@ -16,7 +16,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import ErrorReason
-from flexmarl.core.ids import BatchId, GroupId, group_of
+from flexmarl.core.ids import GroupId, group_of
 from flexmarl.core.recovery import comes_again
 from flexmarl.core.training_rows import Row
 from flexmarl.orchestrator.context import RunContext
@@ -72,7 +72,7 @@ def _missing(
     """Groups of the batch that some shard must have had, with the queries that they took."""
     manifest = context.manifest
     assert manifest is not None, "a batch begins with a manifest"
-    batch = BatchId(manifest.version)
+    batch = context.batch_id(manifest.version)
     by_ordinal = {group.ordinal: group for group in groups}
     named = {GroupId.parse(group_of(ref.vertex_id)) for each in records for ref in each.rows}
     seen = {group_id.ordinal for group_id in named} | set(by_ordinal)
@@ -92,6 +92,7 @@ def _missing(
             graph_pb2.Group(
                 group_id=str(GroupId(batch, ordinal)),
                 batch=manifest.version,
+                batch_attempt=batch.attempt,
                 ordinal=ordinal,
                 query_index=order.row_at(order.advance(cursor, position)),
                 num_samples=context.config.batch.samples_per_group,

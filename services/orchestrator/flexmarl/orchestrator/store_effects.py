@@ -88,7 +88,11 @@ class StoreEffects:
     async def close_subgraphs(self, effect: CloseSubgraphs) -> None:
         """Mark the subgraphs closed."""
         context = self._context
-        marks = [pb.ClosedSubgraph(batch=effect.batch, policy=policy) for policy in effect.policies]
+        attempt = context.batch_id(effect.batch).attempt
+        marks = [
+            pb.ClosedSubgraph(batch=effect.batch, batch_attempt=attempt, policy=policy)
+            for policy in effect.policies
+        ]
         await context.store.close_subgraph(context.run_id, marks, term=context.term)
 
     async def create_micro_batch(self, effect: CreateMicroBatch) -> None:
@@ -98,6 +102,7 @@ class StoreEffects:
             micro_batch_id=effect.micro_batch_id,
             policy=effect.policy,
             batch=effect.batch,
+            batch_attempt=context.batch_id(effect.batch).attempt,
             rows=vertex_refs(effect.rows),
             term=context.term,
             num_tokens=sum(row.num_tokens for row in effect.rows),
@@ -128,7 +133,10 @@ class StoreEffects:
         context = self._context
         self._consumed = effect.consumed
         self._counts = await context.store.count_vertices(
-            context.run_id, batch=effect.batch, batch_attempt=0, consumed=effect.consumed
+            context.run_id,
+            batch=effect.batch,
+            batch_attempt=context.batch_id(effect.batch).attempt,
+            consumed=effect.consumed,
         )
         refs = self._counts.open_rows
         if not refs:
@@ -216,6 +224,7 @@ class StoreEffects:
         return graph_pb2.Group(
             group_id=spec.group_id,
             batch=batch,
+            batch_attempt=context.batch_id(batch).attempt,
             ordinal=spec.ordinal,
             query_index=spec.query_index,
             query_json=context.query_at(spec.group_id, spec.query_index),

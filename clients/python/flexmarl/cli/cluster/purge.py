@@ -49,6 +49,9 @@ def _free_memory(folder: ClusterFolder) -> int:
     memory = Path(str(told.get("folder", "")))
     if not memory.is_absolute() or not memory.is_dir():
         return 0
+    origin = Path(str(told.get("data_dir", "")))
+    if origin.is_dir() and not origin.samefile(folder.service(STORE)):
+        return 0  # a copy of that folder, which was never started: the memory is the other one's
     freed = 0
     for file in (*memory.glob("*.seg"), memory / "node"):
         freed += _size(file)

@@ -83,6 +83,7 @@ async def _details(store: StoreClient, run_id: str, *, batch: int | None) -> dic
     return {
         **await _summary(store, run),
         "content_hash": run.content_hash,
+        "returns": [{"version": each.version, "newest": each.newest} for each in run.returns],
         "config": json.loads(run.config_json),
         "policies": [] if not manifests else _policies(manifests[-1]),
         "versions": [_batch(batch) for batch in batches],
@@ -132,6 +133,8 @@ def _print_details(details: dict[str, Any], *, num_shown: int) -> None:
     for key in ("run", "status", "version", "created", "content_hash", "failure"):
         if details[key] is not None:
             print_line(f"{key.replace('_', ' ')}: {details[key]}")
+    for each in details["returns"]:
+        print_line(f"returned from version {each['newest']} to {each['version']}: state was lost")
     if details["policies"]:
         print_line("")
         print_table(details["policies"], ["policy", "updates", "weights_hash"])

@@ -97,6 +97,7 @@ class Run(_message.Message):
     EVALUATION_DATASET_FIELD_NUMBER: _builtins.int
     VERTEX_EVENTS_FIELD_NUMBER: _builtins.int
     LOST_SHARDS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run, chosen by the client: letters, digits, "-", "_", at most 64."""
     config_json: _builtins.bytes
@@ -141,6 +142,10 @@ class Run(_message.Message):
     def lost_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Shards that are lost for this run; the home shard records it (LoseShard) and never is one."""
 
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionReturn]:
+        """Returns to an older version, in their order; the home shard records them (ReturnToWhole)."""
+
     def __init__(
         self,
         *,
@@ -158,14 +163,45 @@ class Run(_message.Message):
         evaluation_dataset: _common_pb2.ObjectRef | None = ...,
         vertex_events: _builtins.bool = ...,
         lost_shards: _abc.Iterable[_builtins.str] | None = ...,
+        returns: _abc.Iterable[Global___VersionReturn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "lost_shards", b"lost_shards", "models", b"models", "run_id", b"run_id", "shards", b"shards", "status", b"status", "vertex_events", b"vertex_events", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "config_json", b"config_json", "content_hash", b"content_hash", "created_unix_ns", b"created_unix_ns", "dataset", b"dataset", "evaluation_dataset", b"evaluation_dataset", "failure", b"failure", "lost_shards", b"lost_shards", "models", b"models", "returns", b"returns", "run_id", b"run_id", "shards", b"shards", "status", b"status", "vertex_events", b"vertex_events", "workflow_bundle", b"workflow_bundle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class VersionReturn(_message.Message):
+    """VersionReturn says that a run went on from an older version: what newer ones were made of was lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    RETURNED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version that is the newest one since. Batches from this number on are of one attempt more."""
+    newest: _builtins.int
+    """The newest version before; its batch was open."""
+    returned_unix_ns: _builtins.int
+    """When, Unix nanoseconds, set by the store."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        newest: _builtins.int = ...,
+        returned_unix_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "returned_unix_ns", b"returned_unix_ns", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionReturn: _TypeAlias = VersionReturn  # noqa: Y015
 
 @_typing.final
 class ModelRef(_message.Message):

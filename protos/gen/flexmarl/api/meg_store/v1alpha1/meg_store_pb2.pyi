@@ -506,6 +506,66 @@ class LoseShardResponse(_message.Message):
 Global___LoseShardResponse: _TypeAlias = LoseShardResponse  # noqa: Y015
 
 @_typing.final
+class ReturnToWholeRequest(_message.Message):
+    """ReturnToWholeRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run; its home shard is asked."""
+    term: _builtins.int
+    """Orchestrator's term."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnToWholeRequest: _TypeAlias = ReturnToWholeRequest  # noqa: Y015
+
+@_typing.final
+class ReturnToWholeResponse(_message.Message):
+    """ReturnToWholeResponse says what was given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    RESET_POLICIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _graph_pb2.Run:
+        """The run after the change."""
+
+    @_builtins.property
+    def reset_policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies whose newest state was given up, by name."""
+
+    def __init__(
+        self,
+        *,
+        run: _graph_pb2.Run | None = ...,
+        reset_policies: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reset_policies", b"reset_policies", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnToWholeResponse: _TypeAlias = ReturnToWholeResponse  # noqa: Y015
+
+@_typing.final
 class DeleteRunRequest(_message.Message):
     """DeleteRunRequest names a run to remove."""
 

@@ -64,6 +64,11 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.FromString,
                 _registered_method=True)
+        self.ReturnToWhole = channel.unary_unary(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReturnToWhole',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/DeleteRun',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.DeleteRunRequest.SerializeToString,
@@ -299,6 +304,15 @@ class MegStoreServiceServicer(object):
 
     def LoseShard(self, request, context):
         """LoseShard records on the home shard that another one is lost, and which groups went with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReturnToWhole(self, request, context):
+        """ReturnToWhole makes the newest version whose segments are all there the newest one. Later manifests
+        and states are given up; states that lost segments become those of the version. Where nothing is
+        lost nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -605,6 +619,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.LoseShard,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.SerializeToString,
+            ),
+            'ReturnToWhole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReturnToWhole,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -942,6 +961,33 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/LoseShard',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.LoseShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReturnToWhole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReturnToWhole',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.ReturnToWholeResponse.FromString,
             options,
             channel_credentials,
             insecure,

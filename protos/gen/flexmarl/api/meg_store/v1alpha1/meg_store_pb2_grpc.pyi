@@ -48,6 +48,11 @@ class MegStoreServiceStub:
     """UpdateRunStatus moves a run through its states."""
     LoseShard: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.LoseShardRequest, _meg_store_pb2.LoseShardResponse]
     """LoseShard records on the home shard that another one is lost, and which groups went with it."""
+    ReturnToWhole: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.ReturnToWholeRequest, _meg_store_pb2.ReturnToWholeResponse]
+    """ReturnToWhole makes the newest version whose segments are all there the newest one. Later manifests
+    and states are given up; states that lost segments become those of the version. Where nothing is
+    lost nothing changes.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.DeleteRunRequest, _meg_store_pb2.DeleteRunResponse]
     """DeleteRun removes an ended run and all below it from this shard, and gives its space back."""
     AcquireTerm: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.AcquireTermRequest, _meg_store_pb2.AcquireTermResponse]
@@ -149,6 +154,11 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """UpdateRunStatus moves a run through its states."""
     LoseShard: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.LoseShardRequest, _meg_store_pb2.LoseShardResponse]  # type: ignore[assignment]
     """LoseShard records on the home shard that another one is lost, and which groups went with it."""
+    ReturnToWhole: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.ReturnToWholeRequest, _meg_store_pb2.ReturnToWholeResponse]  # type: ignore[assignment]
+    """ReturnToWhole makes the newest version whose segments are all there the newest one. Later manifests
+    and states are given up; states that lost segments become those of the version. Where nothing is
+    lost nothing changes.
+    """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.DeleteRunRequest, _meg_store_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun removes an ended run and all below it from this shard, and gives its space back."""
     AcquireTerm: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.AcquireTermRequest, _meg_store_pb2.AcquireTermResponse]  # type: ignore[assignment]
@@ -277,6 +287,17 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.LoseShardResponse, _abc.Awaitable[_meg_store_pb2.LoseShardResponse]]:
         """LoseShard records on the home shard that another one is lost, and which groups went with it."""
+
+    @_abc_1.abstractmethod
+    def ReturnToWhole(
+        self,
+        request: _meg_store_pb2.ReturnToWholeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meg_store_pb2.ReturnToWholeResponse, _abc.Awaitable[_meg_store_pb2.ReturnToWholeResponse]]:
+        """ReturnToWhole makes the newest version whose segments are all there the newest one. Later manifests
+        and states are given up; states that lost segments become those of the version. Where nothing is
+        lost nothing changes.
+        """
 
     @_abc_1.abstractmethod
     def DeleteRun(

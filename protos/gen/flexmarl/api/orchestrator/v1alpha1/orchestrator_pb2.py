@@ -29,7 +29,7 @@ from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as flexmarl_dot_api_dot_ro
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n5flexmarl/api/orchestrator/v1alpha1/orchestrator.proto\x12\"flexmarl.api.orchestrator.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\x1a+flexmarl/api/rollout/v1alpha1/rollout.proto\x1a+flexmarl/api/trainer/v1alpha1/trainer.proto\"v\n\x10SubmitRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\nhome_shard\x18\x03 \x01(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\"V\n\x11SubmitRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"\x8b\x01\n\x10ResumeRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\nhome_shard\x18\x03 \x01(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\x0c\"V\n\x11ResumeRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"p\n\x0eStopRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12:\n\x04mode\x18\x03 \x01(\x0e\x32,.flexmarl.api.orchestrator.v1alpha1.StopMode\"T\n\x0fStopRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"%\n\x13GetRunStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"Y\n\x14GetRunStatusResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"Q\n\x14WatchProgressRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x04\x12\x13\n\x0binterval_ms\x18\x03 \x01(\r\"\x9e\x01\n\x15WatchProgressResponse\x12\x42\n\x07reports\x18\x01 \x03(\x0b\x32\x31.flexmarl.api.orchestrator.v1alpha1.VersionReport\x12\x41\n\x08progress\x18\x02 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"x\n\rVersionReport\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12;\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.BatchRecord\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\"\x9d\x06\n\x0bRunProgress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x37\n\x06status\x18\x02 \x01(\x0e\x32\'.flexmarl.api.common.v1alpha1.RunStatus\x12\x36\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x14\n\x0cnum_versions\x18\x05 \x01(\x04\x12\r\n\x05stage\x18\x06 \x01(\t\x12\x19\n\x11num_groups_closed\x18\x07 \x01(\r\x12\x12\n\nnum_groups\x18\x08 \x01(\r\x12\x19\n\x11num_samples_ended\x18\t \x01(\r\x12\x13\n\x0bnum_samples\x18\n \x01(\r\x12V\n\x0crows_waiting\x18\x0b \x03(\x0b\x32@.flexmarl.api.orchestrator.v1alpha1.RunProgress.RowsWaitingEntry\x12K\n\x06queues\x18\x0c \x03(\x0b\x32;.flexmarl.api.orchestrator.v1alpha1.RunProgress.QueuesEntry\x12@\n\tinstances\x18\r \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12\x38\n\x05slots\x18\x0e \x03(\x0b\x32).flexmarl.api.trainer.v1alpha1.SlotStatus\x12\r\n\x05waits\x18\x0f \x03(\t\x12\x39\n\x07reasons\x18\x10 \x03(\x0b\x32(.flexmarl.api.orchestrator.v1alpha1.Wait\x1a\x32\n\x10RowsWaitingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1aY\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x39\n\x05value\x18\x02 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.QueueStatus:\x02\x38\x01\"5\n\x04Wait\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x11\n\twaited_ms\x18\x02 \x01(\x04\x12\x0c\n\x04\x65nds\x18\x03 \x01(\t*T\n\x08StopMode\x12\x19\n\x15STOP_MODE_UNSPECIFIED\x10\x00\x12\x11\n\rSTOP_MODE_NOW\x10\x01\x12\x1a\n\x16STOP_MODE_FINISH_BATCH\x10\x02\x32\x8a\x05\n\x13OrchestratorService\x12x\n\tSubmitRun\x12\x34.flexmarl.api.orchestrator.v1alpha1.SubmitRunRequest\x1a\x35.flexmarl.api.orchestrator.v1alpha1.SubmitRunResponse\x12x\n\tResumeRun\x12\x34.flexmarl.api.orchestrator.v1alpha1.ResumeRunRequest\x1a\x35.flexmarl.api.orchestrator.v1alpha1.ResumeRunResponse\x12r\n\x07StopRun\x12\x32.flexmarl.api.orchestrator.v1alpha1.StopRunRequest\x1a\x33.flexmarl.api.orchestrator.v1alpha1.StopRunResponse\x12\x81\x01\n\x0cGetRunStatus\x12\x37.flexmarl.api.orchestrator.v1alpha1.GetRunStatusRequest\x1a\x38.flexmarl.api.orchestrator.v1alpha1.GetRunStatusResponse\x12\x86\x01\n\rWatchProgress\x12\x38.flexmarl.api.orchestrator.v1alpha1.WatchProgressRequest\x1a\x39.flexmarl.api.orchestrator.v1alpha1.WatchProgressResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n5flexmarl/api/orchestrator/v1alpha1/orchestrator.proto\x12\"flexmarl.api.orchestrator.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a+flexmarl/api/meg_store/v1alpha1/graph.proto\x1a*flexmarl/api/rollout/v1alpha1/engine.proto\x1a+flexmarl/api/rollout/v1alpha1/rollout.proto\x1a+flexmarl/api/trainer/v1alpha1/trainer.proto\"v\n\x10SubmitRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\nhome_shard\x18\x03 \x01(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\"V\n\x11SubmitRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"\x8b\x01\n\x10ResumeRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\nhome_shard\x18\x03 \x01(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\x0c\"V\n\x11ResumeRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"p\n\x0eStopRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12:\n\x04mode\x18\x03 \x01(\x0e\x32,.flexmarl.api.orchestrator.v1alpha1.StopMode\"T\n\x0fStopRunResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"v\n\x10\x44\x65leteRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\nhome_shard\x18\x03 \x01(\x0b\x32*.flexmarl.api.common.v1alpha1.ShardAddress\"\x13\n\x11\x44\x65leteRunResponse\"%\n\x13GetRunStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"Y\n\x14GetRunStatusResponse\x12\x41\n\x08progress\x18\x01 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"Q\n\x14WatchProgressRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x04\x12\x13\n\x0binterval_ms\x18\x03 \x01(\r\"\x9e\x01\n\x15WatchProgressResponse\x12\x42\n\x07reports\x18\x01 \x03(\x0b\x32\x31.flexmarl.api.orchestrator.v1alpha1.VersionReport\x12\x41\n\x08progress\x18\x02 \x01(\x0b\x32/.flexmarl.api.orchestrator.v1alpha1.RunProgress\"x\n\rVersionReport\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12;\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.BatchRecord\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\"\x9d\x06\n\x0bRunProgress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x37\n\x06status\x18\x02 \x01(\x0e\x32\'.flexmarl.api.common.v1alpha1.RunStatus\x12\x36\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.Failure\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x14\n\x0cnum_versions\x18\x05 \x01(\x04\x12\r\n\x05stage\x18\x06 \x01(\t\x12\x19\n\x11num_groups_closed\x18\x07 \x01(\r\x12\x12\n\nnum_groups\x18\x08 \x01(\r\x12\x19\n\x11num_samples_ended\x18\t \x01(\r\x12\x13\n\x0bnum_samples\x18\n \x01(\r\x12V\n\x0crows_waiting\x18\x0b \x03(\x0b\x32@.flexmarl.api.orchestrator.v1alpha1.RunProgress.RowsWaitingEntry\x12K\n\x06queues\x18\x0c \x03(\x0b\x32;.flexmarl.api.orchestrator.v1alpha1.RunProgress.QueuesEntry\x12@\n\tinstances\x18\r \x03(\x0b\x32-.flexmarl.api.rollout.v1alpha1.InstanceStatus\x12\x38\n\x05slots\x18\x0e \x03(\x0b\x32).flexmarl.api.trainer.v1alpha1.SlotStatus\x12\r\n\x05waits\x18\x0f \x03(\t\x12\x39\n\x07reasons\x18\x10 \x03(\x0b\x32(.flexmarl.api.orchestrator.v1alpha1.Wait\x1a\x32\n\x10RowsWaitingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1aY\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x39\n\x05value\x18\x02 \x01(\x0b\x32*.flexmarl.api.rollout.v1alpha1.QueueStatus:\x02\x38\x01\"5\n\x04Wait\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x11\n\twaited_ms\x18\x02 \x01(\x04\x12\x0c\n\x04\x65nds\x18\x03 \x01(\t*T\n\x08StopMode\x12\x19\n\x15STOP_MODE_UNSPECIFIED\x10\x00\x12\x11\n\rSTOP_MODE_NOW\x10\x01\x12\x1a\n\x16STOP_MODE_FINISH_BATCH\x10\x02\x32\x84\x06\n\x13OrchestratorService\x12x\n\tSubmitRun\x12\x34.flexmarl.api.orchestrator.v1alpha1.SubmitRunRequest\x1a\x35.flexmarl.api.orchestrator.v1alpha1.SubmitRunResponse\x12x\n\tResumeRun\x12\x34.flexmarl.api.orchestrator.v1alpha1.ResumeRunRequest\x1a\x35.flexmarl.api.orchestrator.v1alpha1.ResumeRunResponse\x12r\n\x07StopRun\x12\x32.flexmarl.api.orchestrator.v1alpha1.StopRunRequest\x1a\x33.flexmarl.api.orchestrator.v1alpha1.StopRunResponse\x12x\n\tDeleteRun\x12\x34.flexmarl.api.orchestrator.v1alpha1.DeleteRunRequest\x1a\x35.flexmarl.api.orchestrator.v1alpha1.DeleteRunResponse\x12\x81\x01\n\x0cGetRunStatus\x12\x37.flexmarl.api.orchestrator.v1alpha1.GetRunStatusRequest\x1a\x38.flexmarl.api.orchestrator.v1alpha1.GetRunStatusResponse\x12\x86\x01\n\rWatchProgress\x12\x38.flexmarl.api.orchestrator.v1alpha1.WatchProgressRequest\x1a\x39.flexmarl.api.orchestrator.v1alpha1.WatchProgressResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNPROGRESS_ROWSWAITINGENTRY']._serialized_options = b'8\001'
   _globals['_RUNPROGRESS_QUEUESENTRY']._loaded_options = None
   _globals['_RUNPROGRESS_QUEUESENTRY']._serialized_options = b'8\001'
-  _globals['_STOPMODE']._serialized_start=2304
-  _globals['_STOPMODE']._serialized_end=2388
+  _globals['_STOPMODE']._serialized_start=2445
+  _globals['_STOPMODE']._serialized_end=2529
   _globals['_SUBMITRUNREQUEST']._serialized_start=315
   _globals['_SUBMITRUNREQUEST']._serialized_end=433
   _globals['_SUBMITRUNRESPONSE']._serialized_start=435
@@ -54,24 +54,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPRUNREQUEST']._serialized_end=865
   _globals['_STOPRUNRESPONSE']._serialized_start=867
   _globals['_STOPRUNRESPONSE']._serialized_end=951
-  _globals['_GETRUNSTATUSREQUEST']._serialized_start=953
-  _globals['_GETRUNSTATUSREQUEST']._serialized_end=990
-  _globals['_GETRUNSTATUSRESPONSE']._serialized_start=992
-  _globals['_GETRUNSTATUSRESPONSE']._serialized_end=1081
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1083
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1164
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1167
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1325
-  _globals['_VERSIONREPORT']._serialized_start=1327
-  _globals['_VERSIONREPORT']._serialized_end=1447
-  _globals['_RUNPROGRESS']._serialized_start=1450
-  _globals['_RUNPROGRESS']._serialized_end=2247
-  _globals['_RUNPROGRESS_ROWSWAITINGENTRY']._serialized_start=2106
-  _globals['_RUNPROGRESS_ROWSWAITINGENTRY']._serialized_end=2156
-  _globals['_RUNPROGRESS_QUEUESENTRY']._serialized_start=2158
-  _globals['_RUNPROGRESS_QUEUESENTRY']._serialized_end=2247
-  _globals['_WAIT']._serialized_start=2249
-  _globals['_WAIT']._serialized_end=2302
-  _globals['_ORCHESTRATORSERVICE']._serialized_start=2391
-  _globals['_ORCHESTRATORSERVICE']._serialized_end=3041
+  _globals['_DELETERUNREQUEST']._serialized_start=953
+  _globals['_DELETERUNREQUEST']._serialized_end=1071
+  _globals['_DELETERUNRESPONSE']._serialized_start=1073
+  _globals['_DELETERUNRESPONSE']._serialized_end=1092
+  _globals['_GETRUNSTATUSREQUEST']._serialized_start=1094
+  _globals['_GETRUNSTATUSREQUEST']._serialized_end=1131
+  _globals['_GETRUNSTATUSRESPONSE']._serialized_start=1133
+  _globals['_GETRUNSTATUSRESPONSE']._serialized_end=1222
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1224
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1305
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1308
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1466
+  _globals['_VERSIONREPORT']._serialized_start=1468
+  _globals['_VERSIONREPORT']._serialized_end=1588
+  _globals['_RUNPROGRESS']._serialized_start=1591
+  _globals['_RUNPROGRESS']._serialized_end=2388
+  _globals['_RUNPROGRESS_ROWSWAITINGENTRY']._serialized_start=2247
+  _globals['_RUNPROGRESS_ROWSWAITINGENTRY']._serialized_end=2297
+  _globals['_RUNPROGRESS_QUEUESENTRY']._serialized_start=2299
+  _globals['_RUNPROGRESS_QUEUESENTRY']._serialized_end=2388
+  _globals['_WAIT']._serialized_start=2390
+  _globals['_WAIT']._serialized_end=2443
+  _globals['_ORCHESTRATORSERVICE']._serialized_start=2532
+  _globals['_ORCHESTRATORSERVICE']._serialized_end=3304
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,11 @@ class OrchestratorServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/DeleteRun',
+                request_serializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.GetRunStatus = channel.unary_unary(
                 '/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/GetRunStatus',
                 request_serializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.GetRunStatusRequest.SerializeToString,
@@ -87,6 +92,13 @@ class OrchestratorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun removes a run that is not driven, and all below it, from all its store shards.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRunStatus(self, request, context):
         """GetRunStatus reads where a run stands.
         """
@@ -118,6 +130,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunResponse.SerializeToString,
             ),
             'GetRunStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRunStatus,
@@ -212,6 +229,33 @@ class OrchestratorService(object):
             '/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/StopRun',
             flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunRequest.SerializeToString,
             flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/DeleteRun',
+            flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunRequest.SerializeToString,
+            flexmarl_dot_api_dot_orchestrator_dot_v1alpha1_dot_orchestrator__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class OrchestratorServiceStub:
     """ResumeRun goes on with a stopped, failed or abandoned run from its last committed version."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRunRequest, _orchestrator_pb2.StopRunResponse]
     """StopRun ends a run in a resumable state."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.DeleteRunRequest, _orchestrator_pb2.DeleteRunResponse]
+    """DeleteRun removes a run that is not driven, and all below it, from all its store shards."""
     GetRunStatus: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRunStatusRequest, _orchestrator_pb2.GetRunStatusResponse]
     """GetRunStatus reads where a run stands."""
     WatchProgress: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.WatchProgressRequest, _orchestrator_pb2.WatchProgressResponse]
@@ -55,6 +57,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """ResumeRun goes on with a stopped, failed or abandoned run from its last committed version."""
     StopRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRunRequest, _orchestrator_pb2.StopRunResponse]  # type: ignore[assignment]
     """StopRun ends a run in a resumable state."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.DeleteRunRequest, _orchestrator_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun removes a run that is not driven, and all below it, from all its store shards."""
     GetRunStatus: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRunStatusRequest, _orchestrator_pb2.GetRunStatusResponse]  # type: ignore[assignment]
     """GetRunStatus reads where a run stands."""
     WatchProgress: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.WatchProgressRequest, _orchestrator_pb2.WatchProgressResponse]  # type: ignore[assignment]
@@ -86,6 +90,14 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.StopRunResponse, _abc.Awaitable[_orchestrator_pb2.StopRunResponse]]:
         """StopRun ends a run in a resumable state."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _orchestrator_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.DeleteRunResponse, _abc.Awaitable[_orchestrator_pb2.DeleteRunResponse]]:
+        """DeleteRun removes a run that is not driven, and all below it, from all its store shards."""
 
     @_abc_1.abstractmethod
     def GetRunStatus(

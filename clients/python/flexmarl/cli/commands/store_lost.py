@@ -1,4 +1,4 @@
-"""`flexmarl store lost` and `flexmarl store delete`: giving up a shard, removing a run."""
+"""`flexmarl store lost`: giving up a store that will not come back."""
 
 from __future__ import annotations
 
@@ -41,18 +41,3 @@ def lost(shard: str, *, run_id: str, data_dir: Path, cluster: Sequence[str]) -> 
         )
     for each in recorded:
         print_line(f"{each}: goes on without store shard {shard}; its open groups come again")
-
-
-def delete(run_id: str, *, data_dir: Path, cluster: Sequence[str]) -> None:
-    """Remove an ended run and all below it from its shards.
-
-    Raises:
-        DomainError: RUN_NOT_FOUND, STATE_TRANSITION_REFUSED while it is driven.
-    """
-
-    async def remove(store: StoreClient, _folder: ClusterFolder) -> None:
-        await store.get_run(run_id)  # an unknown run is an error
-        await store.delete_run(run_id)
-
-    with_store(remove, data_dir=data_dir, cluster=cluster)
-    print_line(f"{run_id}: removed")
