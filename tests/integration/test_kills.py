@@ -11,14 +11,16 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
-from integration.whole_run import assert_whole, num_reports
+from integration.whole_run import TRAINED, assert_evaluated, assert_whole, num_reports
 
 SIZE = Size()
+EVALUATED = ("team_reward", *(f"reward/{agent}" for agent in TRAINED))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,6 @@ def child(name: str, prefix: str):
 
 
 VICTIMS = {
-    "nobody": None,
     "meg-store": service("meg_store"),
     "dispatcher": service("rollout"),
     "engine-host": service("engine_host"),
@@ -75,10 +76,28 @@ async def test_a_run_survives_the_death_of(victim: str, cluster: Cluster, tmp_pa
     find = VICTIMS[victim]
 
     async def misfortune() -> None:
-        if find is not None:
-            kill(find(cluster))
+        kill(find(cluster))
 
     await survive(f"kill-{victim}", misfortune, cluster, tmp_path)
+
+
+@pytest.mark.timeout(240)
+async def test_a_quiet_run_is_whole_and_evaluated(cluster: Cluster, tmp_path: Path):
+    """Every second version, greedily and sampled, on queries that are never trained on."""
+
+    async def nothing() -> None:
+        pass
+
+    evaluation = {"every": 2, "fraction": 0.06, "samples": 2}
+    sets = [
+        part for key, value in evaluation.items() for part in ("--set", f"evaluation.{key}={value}")
+    ]
+    run_id = await survive("quiet", nothing, cluster, tmp_path, sets=sets, last_is_evaluated=True)
+    evaluated = range(0, SIZE.versions + 1, 2)
+    await assert_evaluated(cluster.address("meg_store"), run_id, evaluated, samples=1 + 2)
+    for row in metrics(tmp_path / run_id):
+        names = {f"eval/{kind}/{what}" for kind in ("greedy", "sampled") for what in EVALUATED}
+        assert names.isdisjoint(row) if row["version"] % 2 else names <= set(row)
 
 
 @pytest.mark.real
@@ -150,10 +169,12 @@ async def survive(
     tmp_path: Path,
     *,
     size: Size = SIZE,
-) -> None:
-    """A run that something happens to after its second version ends whole."""
+    sets: Sequence[str] = (),
+    last_is_evaluated: bool = False,
+) -> str:
+    """A run that something happens to after its second version ends whole; returns its id."""
     run_id = f"{name}-{uuid.uuid4().hex[:6]}"
-    client = cluster.train(run_id, size, tmp_path)
+    client = cluster.train(run_id, size, tmp_path, *sets)
     try:
         await eventually(
             lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
@@ -169,5 +190,11 @@ async def survive(
             print(client.communicate()[0])
     cluster.note_processes()
     await assert_whole(cluster.address("meg_store"), run_id, size)
-    rows = (tmp_path / run_id / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["version"] for row in rows] == list(range(size.versions))
+    versions = list(range(size.versions + last_is_evaluated))
+    assert [row["version"] for row in metrics(tmp_path / run_id)] == versions
+    return run_id
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What the run's client has written down, by version."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
 from integration.cluster_harness import Size
 
-from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
+from flexmarl.api.common.v1alpha1.common_pb2 import SAMPLE_STATUS_DONE, VERTEX_STATUS_DONE
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
 from flexmarl.client.run_store import RunStore
-from flexmarl.core.ids import BatchId, parse_batch
+from flexmarl.core.ids import BatchId, is_evaluation, parse_batch
 
 TRAINED = ("merger", "sorter", "splitter")
 
@@ -20,6 +21,28 @@ def num_reports(folder: Path) -> int:
     """Versions that the run's client has written down."""
     file = folder / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+async def assert_evaluated(
+    store_address: str, run_id: str, versions: Collection[int], *, samples: int
+) -> None:
+    """Each of these versions, and no other, was evaluated, and nothing of it was trained on."""
+    async with RunStore.connect(store_address) as store:
+        await store.get_run(run_id)
+        groups = await store.list_groups(run_id)
+        held_out = {group.query_json for group in groups if is_evaluation(group.group_id)}
+        assert held_out
+        assert held_out.isdisjoint(g.query_json for g in groups if not is_evaluation(g.group_id))
+        rows = [v.meta async for v in store.list_vertices(run_id, VertexFilter(id_prefix="e"))]
+        assert {row.batch for row in rows} == set(versions)
+        for row in rows:
+            assert row.policy_version == row.batch
+            assert not row.HasField("advantage")
+            assert not row.micro_batch_id
+        for version in versions:
+            ended = await store.list_samples(run_id, batch=version, evaluation=True)
+            assert len(ended) == len(held_out) * samples
+            assert {sample.status for sample in ended} == {SAMPLE_STATUS_DONE}
 
 
 async def assert_whole(store_address: str, run_id: str, size: Size) -> None:
