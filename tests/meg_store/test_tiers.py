@@ -186,7 +186,7 @@ class TestReturn:
         path.unlink()  # noqa: ASYNC240 - version 1 had not come that far
         folder.rename(tmp_path / "two")  # and the folder is another one now
         async with serving(tmp_path / "two") as (store, _):
-            with pytest.raises(FlexMarlError, match="TERM_STALE"):
+            with pytest.raises(FlexMarlError, match="was never issued"):
                 await store.return_to_whole(RUN, term=term + 1)
             for _ in range(2):
                 answer = await store.return_to_whole(RUN, term=term)

@@ -78,13 +78,12 @@ async def test_the_update_comes_before_the_batch_ends_and_no_row_is_taken_after(
     )  # fmt: skip
     async with cluster(processes, rollout=rollout) as run:
         await run.submit(config)
-        await run.until(lambda _: ("splitter", 0) in run.trainer.applied)
+        await run.until(lambda _: (1, "splitter") in rollout.prepared)
         # Nine samples are open; the splitter has its update, and nobody else.
         assert run.trainer.applied == [("splitter", 0)]
         assert len(rollout.waiting) == 9
         samples = await run.store.list_samples(run.run_id, batch=0)
         assert sum(s.status == common.SAMPLE_STATUS_OPEN for s in samples) == 9
-        assert (1, "splitter") in rollout.prepared
         rollout.release()
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FINISHED
