@@ -41,8 +41,8 @@ HOME = {
     "AcquireTerm", "AllocateSegment", "CloseSegment", "Commit", "CreateMicroBatch",
     "CreateSnapshot", "FetchSegment", "FindWholeVersions", "GetManifest", "GetObject", "GetState",
     "GetStats", "ListManifests", "ListMicroBatches", "ListRuns", "LoseShard", "OpenSegment",
-    "PinVersion", "PutObject", "ReadSegment", "ReturnToWhole", "SaveState", "SealSegment", "StatObject",
-    "UnpinVersion", "UpdateRunStatus",
+    "PinVersion", "PutObject", "ReadSegment", "ReturnToWhole", "SaveState", "SealSegment",
+    "StatObject", "UnpinVersion", "UpdateRunStatus",
 }  # fmt: skip
 BY_METHOD = {"CreateRun", "DeleteRun", "GetRun", "GetSampleGraph", "ListVertices", "Watch"}
 """What `RunStore` does itself: over all shards in an order, or as streams."""

@@ -130,7 +130,7 @@ class Runs:
         """
         async with self._lock:
             live = self._runs.get(run_id)
-            if live is not None and not live.ended.is_set():
+            if live is not None and not await _has_ended(live):
                 raise DomainError(
                     ErrorReason.STATE_TRANSITION_REFUSED,
                     f"run {run_id!r} is driven; stop it first: flexmarl stop {run_id} --now",
@@ -287,3 +287,15 @@ class Runs:
                 {"run": run_id},
             )
         return live
+
+
+async def _has_ended(live: LiveRun) -> bool:
+    """Whether nobody drives it any more; one that is ending is waited for, at most a stop's time."""
+    if live.progress.status == common_pb2.RUN_STATUS_RUNNING:
+        return live.ended.is_set()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await live.ended.wait()
+    except TimeoutError:
+        return False
+    return True
