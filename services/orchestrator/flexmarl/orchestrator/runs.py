@@ -290,7 +290,7 @@ class Runs:
 
 
 async def _has_ended(live: LiveRun) -> bool:
-    """Whether nobody drives it any more; one that is ending is waited for, at most a stop's time."""
+    """Whether nobody drives it any more; one that is ending is waited for, in bounds."""
     if live.progress.status == common_pb2.RUN_STATUS_RUNNING:
         return live.ended.is_set()
     try:
