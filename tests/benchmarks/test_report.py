@@ -47,7 +47,7 @@ def test_an_unknown_name_is_refused(
 def test_a_missing_benchmark_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "store"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "pipeline"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command.main() == 2
-    assert capsys.readouterr().err == "no benchmark so far: store\n"
+    assert capsys.readouterr().err == "no benchmark so far: pipeline\n"
