@@ -24,6 +24,7 @@ from flexmarl.core.run_effects import (
     CloseSubgraphs,
     Commit,
     Compute,
+    ComputeAdvantages,
     CountVertices,
     CreateMicroBatch,
     Effect,
@@ -42,6 +43,7 @@ from flexmarl.core.run_effects import (
     Work,
 )
 from flexmarl.core.run_events import (
+    AdvantagesMade,
     Computed,
     Counted,
     EffectDone,
@@ -284,7 +286,11 @@ class World:
         elif kind == "rollout":
             self.running.clear()
             self.active = None
+            asked = [e for e in self.pending if isinstance(e, ComputeAdvantages)]
+            self.pending = [e for e in self.pending if e not in asked]
             self.feed(RolloutLost("another incarnation"))
+            for effect in asked:
+                self.feed(EffectFailed(effect, LOST))
         else:
             for effect in self.pending:
                 if self.rng.random() < 0.5:
@@ -419,6 +425,8 @@ class World:
                 return RowsRead(
                     tuple(r for r in store.rows.values() if r.sample_id.startswith(prefix))
                 )
+            case ComputeAdvantages(scopes=scopes):
+                return AdvantagesMade(tuple(tuple(v - min(s) for v in s) for s in scopes))
             case CloseGroup():
                 self.close(effect)
             case CloseSubgraphs(batch=batch, policies=policies):

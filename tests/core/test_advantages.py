@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peer_vectors import peer
 
-from flexmarl.core.advantages import AdvantageRule, FinishedSample, group_advantages
+from flexmarl.core.advantages import (
+    AdvantageRule,
+    FinishedSample,
+    group_advantages,
+    group_scopes,
+)
 from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import Rewards, Row
 
@@ -192,3 +197,26 @@ def test_advantages_are_centred_bounded_and_blind_to_order(values: list[float]) 
     assert math.fsum(got) == pytest.approx(0.0, abs=1e-6)
     assert all(abs(a) <= (count - 1) / math.sqrt(count) + 1e-6 for a in got)
     assert team(values[::-1], STD) == pytest.approx(got[::-1], abs=1e-9)
+
+
+def test_an_estimator_of_the_runs_own_is_asked_once_per_scope_and_answers_per_sample() -> None:
+    rule = AdvantageRule(estimator="mine:f", scope="agent")
+    samples = [
+        sample("s0", Rewards(agents={"a": 1.0, "b": 5.0}), row("s0", "0:0", "a"),
+               row("s0", "0:1", "a"), row("s0", "0:2", "b")),
+        sample("s1", Rewards(agents={"a": 2.0}), row("s1", "0:0", "a"), row("s1", "0:2", "b")),
+        sample("s2", Rewards(agents={"b": 7.0}), row("s2", "0:2", "b")),
+    ]  # fmt: skip
+    assert group_scopes(samples, rule) == ((1.0, 2.0), (5.0, 7.0))
+    result = group_advantages(samples, rule, own=((10.0, 20.0), (50.0, 70.0)))
+    assert of(result) == {
+        "s0/0:0": 10.0, "s0/0:1": 10.0, "s0/0:2": 50.0, "s1/0:0": 20.0, "s2/0:2": 70.0,
+    }  # fmt: skip
+    assert [void.row.vertex_id for void in result.voided] == ["s1/0:2"]
+    assert not result.zero_variance
+    assert set(of(group_advantages(samples, rule)).values()) == {0.0}
+
+
+def test_a_group_without_a_value_is_not_asked_about() -> None:
+    rule = AdvantageRule(estimator="mine:f")
+    assert group_scopes([sample("s0", Rewards(agents={"a": 1.0}))], rule) == ()

@@ -201,7 +201,8 @@ def test_every_estimator_declares_what_it_needs() -> None:
     ("estimator", "more", "says"),
     [
         ("ppo", {}, "there are: grpo, dr_grpo"),
-        ("mine:advantages", {}, "of your own are not built"),
+        ("ppo", {}, 'or a "module:function" of the package'),
+        ("mine:advantages", {"normalize_std": True}, "normalize_std: mine:advantages divides by"),
         ("dr_mas", {"scope": "group"}, "scope = 'group': dr_mas takes agent"),
         ("dr_grpo", {"normalize_std": True}, "normalize_std: dr_grpo never divides"),
     ],
@@ -217,6 +218,13 @@ def test_what_can_be_chosen_is_chosen() -> None:
     assert not rule("grpo", normalize_std=False).normalize_std
     assert rule("grpo", scope="call_site").scope == "call_site"
     assert not rule("rloo", normalize_std=False).normalize_std
+
+
+def test_an_estimator_of_the_runs_own_compares_the_group_unless_told_otherwise() -> None:
+    assert (rule("mine:f").scope, rule("mine:f").release_scope) == ("group", "group")
+    assert rule("mine:f", scope="call_site").release_scope == "call_site"
+    assert rule("mine:f").is_own
+    assert not rule("grpo").is_own
 
 
 @pytest.mark.parametrize("name", ["gae_plain", "gae_123_g1_l1", "gae_123_g0.5_l1"])

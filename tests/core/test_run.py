@@ -47,7 +47,9 @@ def rules(**more: Any) -> RunRules:
             num_groups=more.get("groups", 3),
             samples_per_group=more.get("samples", 3),
             closure=closure,
-            advantage=AdvantageRule(scope=more.get("scope", "agent")),
+            advantage=AdvantageRule(
+                estimator=more.get("estimator", "grpo"), scope=more.get("scope", "agent")
+            ),
         ),
         training=TrainingRules(
             policies=POLICIES,
@@ -110,6 +112,19 @@ def test_invariants_hold_in_any_order_of_events(
 def test_invariants_hold_in_every_mode(mode: str, seed: int) -> None:
     world = World(
         rules(mode=mode), Random(seed), trouble=0.01 * (seed % 3), num_slots=3, agents=AGENTS
+    )
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_invariants_hold_with_an_estimator_of_the_runs_own(seed: int) -> None:
+    world = World(
+        rules(estimator="mine:advantages", groups=5, filter_flat=bool(seed % 2)),
+        Random(seed),
+        trouble=0.015 * (seed % 4),
+        num_slots=2,
+        agents=AGENTS,
     )
     assert world.run().status is RunStatus.FINISHED
     world.check()

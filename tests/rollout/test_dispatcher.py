@@ -56,13 +56,14 @@ async def make(tmp_path, services):
     """Makes runs around one module text."""
     await services.revive()
 
-    def build(source=TEAM, *, agents=None, policies=None, workflow=None) -> Cluster:
+    def build(source=TEAM, *, agents=None, policies=None, workflow=None, advantage=None) -> Cluster:
         config = run_config(
             write_model(tmp_path / "model"),
             write_team(tmp_path / "package", source),
             agents=agents or AGENTS,
             policies=policies,
             workflow=workflow,
+            advantage=advantage,
         )
         return Cluster(services, config)
 
@@ -343,6 +344,46 @@ async def test_a_reward_that_ends_its_process_fails_its_sample_only(make, tmp_pa
         samples = await cluster.samples()
         assert [samples[i].status for i in ids] == [DONE, FAILED, DONE, DONE]
         assert "ended its process 2 times (exit code 5)" in samples[ids[1]].failure.message
+
+
+ESTIMATOR = """
+def advantages(rewards):
+    match rewards:
+        case [9.0]: __import__("time").sleep(99)
+        case [8.0]: return [float("nan")]
+        case [7.0]: return rewards * 2
+        case [6.0]: return "no"
+        case [5.0]: return None
+        case [4.0]: return rewards[3]
+    return tuple(r - min(rewards) for r in rewards)
+"""
+
+
+async def test_an_estimator_of_the_runs_own_is_asked_and_named_when_it_fails(make, tmp_path):
+    advantage = {"estimator": "team:advantages"}
+    workflow = {"reward_timeout_s": 0.6}
+    async with make(TEAM + ESTIMATOR, advantage=advantage, workflow=workflow) as cluster:
+        await opened(cluster, tmp_path)
+
+        async def ask(*scopes: list[float]) -> list[list[float]]:
+            return await cluster.rollout.compute_advantages(
+                cluster.run_id, "b000000a0-g0000", scopes, term=cluster.term, timeout_s=20
+            )
+
+        assert await ask([1.0, 3.0], [2.0, 2.5, 4.0]) == [[0.0, 2.0], [0.0, 0.5, 2.0]]
+        for reward, says in (
+            (8.0, "returned nan, not a finite number"),
+            (7.0, "returned 2 advantages for 1 rewards"),
+            (6.0, "something else than numbers"),
+            (5.0, "returned NoneType"),
+            (4.0, r"raised IndexError: .*\(team.py:\d+ in advantages\)"),
+            (9.0, "did not return within reward_timeout_s = 0.6"),
+        ):
+            with pytest.raises(FlexMarlError, match=f"estimator team:advantages.*{says}") as told:
+                await ask([reward])
+            assert told.value.reason is ErrorReason.ADVANTAGE_RAISED
+        assert await ask([1.0, 2.0]) == [[0.0, 1.0]]  # by the process that took its place
+        assert (await cluster.rollout.get_status(cluster.run_id)).counters["reward_failures"] == 0
 
 
 async def test_a_killed_reward_process_is_replaced_and_its_samples_are_scored_again(make, tmp_path):

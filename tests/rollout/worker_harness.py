@@ -69,6 +69,7 @@ def run_config(
     policies: Mapping[str, Mapping[str, Any]] | None = None,
     workflow: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
+    advantage: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """A run's config around one model; agent `echo` by default."""
     agents = agents or {"echo": {"policy": "p", "prompt": "{text}>", "max_tokens": 4}}
@@ -89,6 +90,7 @@ def run_config(
             },
             "agents": agents,
             "rollout": rollout or {},
+            "advantage": advantage or {},
         }
     )  # fmt: skip
 

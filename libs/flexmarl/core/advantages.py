@@ -7,12 +7,15 @@ What holds for every estimator, decided once:
 - A reward function that returns one number has given this reward to every agent. Where it names
   agents or vertices, whoever it leaves out has no reward, and those rows are void.
 - The penalty of an overlong response is part of its row's reward before anything is compared.
+- An estimator of the run's own package (`module:function`) is asked for one advantage per value of
+  a scope; all rows of a sample in the scope have it. It runs where user code runs, so what it says
+  is given to `group_advantages`, after `group_scopes` has told what to ask it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexmarl.core.estimators.base import ReleaseScope, Scope, moments, whitening
@@ -41,9 +44,15 @@ class AdvantageRule:
     overlong: OverlongRule | None = None
 
     @property
+    def is_own(self) -> bool:
+        """Whether the estimator is a function of the run's own package."""
+        return ":" in self.estimator
+
+    @property
     def release_scope(self) -> ReleaseScope:
         """What has to be closed before a row can be released."""
-        return "batch" if ESTIMATORS[self.estimator].whitens_batch else self.scope
+        found = ESTIMATORS.get(self.estimator)
+        return "batch" if found is not None and found.whitens_batch else self.scope
 
 
 def make_rule(
@@ -59,10 +68,18 @@ def make_rule(
     Raises:
         ValueError: Naming the key.
     """
+    if ":" in estimator:
+        if normalize_std is not None:
+            raise ValueError(f"normalize_std: {estimator} divides by what it likes; remove it")
+        return AdvantageRule(
+            estimator=estimator, scope=scope or "group", epsilon=epsilon, overlong=overlong
+        )
     found = ESTIMATORS.get(estimator)
     if found is None:
-        own = "estimators of your own are not built; " if ":" in estimator else ""
-        raise ValueError(f"estimator {estimator!r}: {own}there are: {', '.join(ESTIMATORS)}")
+        raise ValueError(
+            f"estimator {estimator!r}: there are: {', '.join(ESTIMATORS)}, or a "
+            '"module:function" of the package'
+        )
     if scope is not None and scope not in found.scopes:
         raise ValueError(f"scope = {scope!r}: {estimator} takes {' or '.join(found.scopes)}")
     if normalize_std not in (None, found.normalizes) and not found.optional:
@@ -111,7 +128,31 @@ class _Valued:
     shaped: float
 
 
-def group_advantages(samples: Iterable[FinishedSample], rule: AdvantageRule) -> GroupAdvantages:
+Scopes = tuple[tuple[float, ...], ...]
+"""One number per finished sample, for each scope of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Rewards of a group: rows, what is void, and the values of each scope.
+
+    `place` says where among the values of a scope a sample's own one is.
+    """
+
+    rows: Sequence[_Valued]
+    voided: Sequence[RowVoid]
+    values: Mapping[Hashable, Sequence[float]]
+    place: Mapping[tuple[str, Hashable], int]
+
+
+def group_scopes(samples: Iterable[FinishedSample], rule: AdvantageRule) -> Scopes:
+    """Returns the values of each scope that an estimator of the run's own is asked about."""
+    return tuple(tuple(values) for values in _compare(samples, rule).values.values())
+
+
+def group_advantages(
+    samples: Iterable[FinishedSample], rule: AdvantageRule, *, own: Scopes | None = None
+) -> GroupAdvantages:
     """Computes rewards and advantages of one group's rows.
 
     With an estimator that whitens the batch they are those before `whiten_batch`.
@@ -119,32 +160,63 @@ def group_advantages(samples: Iterable[FinishedSample], rule: AdvantageRule) -> 
     Args:
         samples: The group's finished samples; failed ones must not be among them.
         rule: Estimator, scope and normalisation.
+        own: What the run's own estimator says to `group_scopes` of the same samples; without it
+            such advantages are 0, and only the rest of the result counts.
     """
-    valued: list[_Valued] = []
-    voided: list[RowVoid] = []
-    values: dict[Hashable, list[float]] = {}
-    own: dict[tuple[str, Hashable], float] = {}
-    for sample in samples:
-        rows = _values_of(sample, rule, voided)
-        valued.extend(rows)
-        for key, value in _sample_values(sample, rows, rule).items():
-            values.setdefault(key, []).append(value)
-            own[sample.sample_id, key] = value
-    baseline = ESTIMATORS[rule.estimator].baseline
-    centres = {
-        key: baseline(found, rule.normalize_std, rule.epsilon) for key, found in values.items()
-    }
+    group = _compare(samples, rule)
+    centres = _own_centres(group, own) if rule.is_own else _centres(group, rule)
     released = tuple(
         RowAdvantage(
             item.row,
             item.reward,
-            centres[item.key](item.shaped, own[item.row.sample_id, item.key]),
+            centres[item.key](item.shaped, group.place[item.row.sample_id, item.key]),
         )
-        for item in valued
+        for item in group.rows
     )
     return GroupAdvantages(
-        released=released, voided=tuple(voided), zero_variance=_flat(valued, values, rule.epsilon)
+        released=released,
+        voided=tuple(group.voided),
+        zero_variance=_flat(group.rows, group.values, rule.epsilon),
     )
+
+
+_Placed = Callable[[float, int], float]
+"""Advantage of (a row's own reward, the place of its sample in the scope)."""
+
+
+def _centres(group: _Compared, rule: AdvantageRule) -> dict[Hashable, _Placed]:
+    baseline = ESTIMATORS[rule.estimator].baseline
+
+    def placed(values: Sequence[float]) -> _Placed:
+        centre = baseline(values, rule.normalize_std, rule.epsilon)
+        return lambda reward, place: centre(reward, values[place])
+
+    return {key: placed(values) for key, values in group.values.items()}
+
+
+def _own_centres(group: _Compared, own: Scopes | None) -> dict[Hashable, _Placed]:
+    if own is None:
+        own = tuple((0.0,) * len(values) for values in group.values.values())
+
+    def placed(advantages: Sequence[float]) -> _Placed:
+        return lambda _reward, place: advantages[place]
+
+    return {key: placed(found) for key, found in zip(group.values, own, strict=True)}
+
+
+def _compare(samples: Iterable[FinishedSample], rule: AdvantageRule) -> _Compared:
+    valued: list[_Valued] = []
+    voided: list[RowVoid] = []
+    values: dict[Hashable, list[float]] = {}
+    place: dict[tuple[str, Hashable], int] = {}
+    for sample in samples:
+        rows = _values_of(sample, rule, voided)
+        valued.extend(rows)
+        for key, value in _sample_values(sample, rows, rule).items():
+            of_scope = values.setdefault(key, [])
+            place[sample.sample_id, key] = len(of_scope)
+            of_scope.append(value)
+    return _Compared(valued, voided, values, place)
 
 
 def whiten_batch(groups: Sequence[GroupAdvantages]) -> list[GroupAdvantages]:
@@ -216,7 +288,9 @@ def _sample_values(
     return {key: math.fsum(of) / len(of) for key, of in of_sample.items()}
 
 
-def _flat(valued: Sequence[_Valued], values: dict[Hashable, list[float]], epsilon: float) -> bool:
+def _flat(
+    valued: Sequence[_Valued], values: Mapping[Hashable, Sequence[float]], epsilon: float
+) -> bool:
     found = {key: moments(of) for key, of in values.items()}
     return bool(valued) and all(
         found[item.key].std < epsilon and abs(item.shaped - found[item.key].mean) < epsilon

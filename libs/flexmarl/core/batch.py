@@ -19,7 +19,9 @@ from flexmarl.core.advantages import (
     AdvantageRule,
     FinishedSample,
     GroupAdvantages,
+    Scopes,
     group_advantages,
+    group_scopes,
     whiten_batch,
 )
 from flexmarl.core.chains import chained, folded
@@ -153,6 +155,7 @@ class BatchGroups:
         self._to_start: list[SampleId] = []
         self._closures: list[CloseGroup] = []
         self._held: dict[str, CloseGroup] = {}
+        self._asks: dict[str, Scopes] = {}
         self._to_replace: list[str] = []
         self._admitting = False
         self._left: set[str] = set()
@@ -315,7 +318,31 @@ class BatchGroups:
 
     def rows_read(self, group_id: str, rows: tuple[Row, ...]) -> None:
         """The store told a group's rows: its end can be written, once its scope is closed."""
-        closure = self._closure(group_id, rows)
+        group = self.groups[group_id]
+        group.rows = rows
+        group.stage = GroupStage.CLOSING
+        if self._rules.advantage.is_own and isinstance(group.decision, Close):
+            scopes = group_scopes(self._finished(group), self._rules.advantage)
+            if scopes:
+                self._asks[group_id] = scopes
+                return
+        self._close(group_id)
+
+    def take_asks(self) -> dict[str, Scopes]:
+        """What the run's own estimator has to be asked, by group, since the last call."""
+        due, self._asks = self._asks, {}
+        return due
+
+    def ask_again(self, group_id: str, scopes: Scopes) -> None:
+        """The answer was lost."""
+        self._asks[group_id] = scopes
+
+    def advantages_made(self, group_id: str, own: Scopes) -> None:
+        """The run's own estimator has answered: the group's end can be written."""
+        self._close(group_id, own)
+
+    def _close(self, group_id: str, own: Scopes | None = None) -> None:
+        closure = self._closure(self.groups[group_id], own)
         if self._rules.advantage.release_scope == "batch" and closure.status is GroupStatus.CLOSED:
             self._held[group_id] = closure
         else:
@@ -377,12 +404,10 @@ class BatchGroups:
         group.released = released
         self._num_terminal += 1
 
-    def _closure(self, group_id: str, rows: tuple[Row, ...]) -> CloseGroup:
-        group = self.groups[group_id]
-        group.rows = rows
-        group.stage = GroupStage.CLOSING
+    def _closure(self, group: GroupState, own: Scopes | None) -> CloseGroup:
+        group_id, rows = group.spec.group_id, group.rows
         assert group.decision is not None, "rows are read once the group's end is decided"
-        advantages = self._advantages(group)
+        advantages = self._advantages(group, own)
         group.zero_variance = advantages.zero_variance
         flat = advantages.zero_variance and self._rules.closure.filter_zero_variance
         if flat and isinstance(group.decision, Close):
@@ -576,19 +601,24 @@ class BatchGroups:
         self.groups[spec.group_id] = group
         return group
 
-    def _advantages(self, group: GroupState) -> GroupAdvantages:
+    def _advantages(self, group: GroupState, own: Scopes | None = None) -> GroupAdvantages:
+        return group_advantages(self._finished(group), self._rules.advantage, own=own)
+
+    def _finished(self, group: GroupState) -> list[FinishedSample]:
+        """Its samples that count, in the order of their ordinals whenever they ended."""
         by_sample: dict[str, list[Row]] = {}
         for row in group.rows:
             if row.trainable:
                 by_sample.setdefault(row.sample_id, []).append(row)
         redundant = self._redundant(group)
-        finished = [
+        return [
             FinishedSample(
                 sample_id=sample_id,
                 rewards=fact.rewards or Rewards(),
                 rows=by_sample.get(sample_id, ()),
             )
-            for sample_id, fact in group.samples.items()
+            for sample_id, fact in sorted(
+                group.samples.items(), key=lambda item: item[1].sample_id.ordinal
+            )
             if fact.status is SampleStatus.DONE and fact.sample_id.ordinal not in redundant
         ]
-        return group_advantages(finished, self._rules.advantage)

@@ -110,6 +110,7 @@ class ErrorReason(StrEnum):
     WORKFLOW_IMPORT_FAILED = "WORKFLOW_IMPORT_FAILED", _F.USER_CODE, "make the module importable"
     WORKFLOW_RAISED = "WORKFLOW_RAISED", _F.USER_CODE, "see the traceback of the workflow"
     REWARD_RAISED = "REWARD_RAISED", _F.USER_CODE, "see the traceback of the reward"
+    ADVANTAGE_RAISED = "ADVANTAGE_RAISED", _F.USER_CODE, "correct the run's own estimator"
     LOSS_RAISED = "LOSS_RAISED", _F.USER_CODE, "correct the run's own loss function"
     TOOL_RAISED = "TOOL_RAISED", _F.USER_CODE, "see the traceback of the tool"
     # Who may do it.

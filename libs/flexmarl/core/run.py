@@ -34,6 +34,7 @@ from flexmarl.core.run_effects import (
     CloseSubgraphs,
     Commit,
     Compute,
+    ComputeAdvantages,
     CountVertices,
     CreateMicroBatch,
     Effect,
@@ -51,6 +52,7 @@ from flexmarl.core.run_effects import (
     Work,
 )
 from flexmarl.core.run_events import (
+    AdvantagesMade,
     Counted,
     EffectDone,
     EffectFailed,
@@ -75,6 +77,7 @@ _BatchWork = (
     AdmitGroups
     | CancelSamples
     | ReadRows
+    | ComputeAdvantages
     | CloseGroup
     | CloseSubgraphs
     | CreateMicroBatch
@@ -290,6 +293,9 @@ class RunCore:
             case ReadRows(group_id=group_id):
                 assert isinstance(result, RowsRead), "ReadRows ends with rows"
                 batch.rows_read(group_id, result.rows)
+            case ComputeAdvantages(group_id=group_id):
+                assert isinstance(result, AdvantagesMade), "it ends with advantages"
+                batch.advantages_made(group_id, result.scopes)
             case CloseGroup():
                 for row in batch.closed(effect):
                     queue = self.training.policies[row.policy].queue
@@ -315,6 +321,9 @@ class RunCore:
                 self.training.failed(effect, failure, now=now)
             case PrepareWeights():
                 pass  # it only saves time; the activation brings the weights, too
+            case ComputeAdvantages(epoch=epoch) if epoch != self._rollout.epoch:
+                assert self.batch is not None, "its group is open"
+                self.batch.ask_again(effect.group_id, effect.scopes)
             case (
                 OpenRollout(epoch=epoch) | ActivateVersion(epoch=epoch) | StartSamples(epoch=epoch)
             ):
@@ -378,6 +387,15 @@ class RunCore:
         if batch is None:
             return
         yield from batch.due()
+        if self._rollout.is_open:
+            for group_id, scopes in batch.take_asks().items():
+                yield ComputeAdvantages(
+                    batch=batch.number,
+                    epoch=self._rollout.epoch,
+                    group_id=group_id,
+                    scopes=scopes,
+                    reason="its rows are known",
+                )
         if self._rollout.active == self.version:
             yield from self._start(batch.take_startable(), "they are due")
         asked = self._subgraphs_asked

@@ -108,6 +108,22 @@ class ReadRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeAdvantages:
+    """Ask the run's own estimator about a group: one advantage per value of each scope."""
+
+    batch: int
+    epoch: int
+    group_id: str
+    scopes: tuple[tuple[float, ...], ...]
+    reason: str
+
+    @property
+    def waits(self) -> str:
+        """What a person reads while it is not done."""
+        return f"rollout: advantages of group {self.group_id} by the run's own estimator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGroup:
     """Close or drop a group; release and void its rows in the same write."""
 
@@ -349,6 +365,7 @@ Work = (
     | StartSamples
     | CancelSamples
     | ReadRows
+    | ComputeAdvantages
     | CloseGroup
     | CloseSubgraphs
     | CreateMicroBatch

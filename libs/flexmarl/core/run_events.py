@@ -42,6 +42,13 @@ class RowsRead:
 
 
 @dataclass(frozen=True, slots=True)
+class AdvantagesMade:
+    """End of `ComputeAdvantages`: an advantage for each value asked about."""
+
+    scopes: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerOpened:
     """End of `OpenTrainer`."""
 
@@ -72,7 +79,7 @@ class Counted:
     voided: Mapping[VoidReason, int] = field(default_factory=dict)
 
 
-Result = RowsRead | TrainerOpened | Computed | StateSaved | Counted | None
+Result = RowsRead | AdvantagesMade | TrainerOpened | Computed | StateSaved | Counted | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from flexmarl.core.run_effects import (
     Bind,
     CancelSamples,
     Compute,
+    ComputeAdvantages,
     OpenRollout,
     OpenTrainer,
     PrepareWeights,
@@ -183,7 +184,12 @@ def _end_of(effect: Work, bounds: Bounds) -> str:
                 f"{bounds.service_patience_s:g} the run fails, resumable"
             )
         case (
-            OpenRollout() | StartSamples() | CancelSamples() | PrepareWeights() | ActivateVersion()
+            OpenRollout()
+            | StartSamples()
+            | CancelSamples()
+            | ComputeAdvantages()
+            | PrepareWeights()
+            | ActivateVersion()
         ):
             return (
                 "the dispatcher's answer; after service_patience_s = "

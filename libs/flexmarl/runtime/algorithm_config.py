@@ -45,7 +45,8 @@ class AdvantageConfig(_Section):
 
     estimator: str = "grpo"
     """grpo, dr_grpo, dr_mas, rloo, reinforce_pp or reinforce_pp_baseline; docs/algorithms.md has
-    their papers."""
+    their papers. Or "module:function" of the run's own package: it is given the rewards of a scope,
+    one per finished sample, and returns as many advantages."""
     scope: Scope | None = None
     """Rewards compared: the team's in the group, the agent's in it, or those of the same call
     (group, agent, call_site); unset means the estimator's own choice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -53,6 +53,28 @@ class RolloutClient(ServiceClient):
             request_id=new_request_id(), run_id=run_id, term=term, sample_ids=sample_ids
         )
         await self._call("CancelSamples", request)
+
+    async def compute_advantages(
+        self,
+        run_id: str,
+        group_id: str,
+        scopes: Iterable[Sequence[float]],
+        *,
+        term: int,
+        timeout_s: float,
+    ) -> list[list[float]]:
+        """Ask the run's own estimator: an advantage for each reward of each scope."""
+        request = pb.ComputeAdvantagesRequest(
+            request_id=new_request_id(),
+            run_id=run_id,
+            term=term,
+            group_id=group_id,
+            scopes=[pb.RewardScope(values=values) for values in scopes],
+        )
+        response: pb.ComputeAdvantagesResponse = await self._call(
+            "ComputeAdvantages", request, timeout_s=timeout_s
+        )
+        return [list(scope.values) for scope in response.scopes]
 
     async def prepare_weights(
         self,

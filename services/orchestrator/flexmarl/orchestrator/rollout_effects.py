@@ -13,10 +13,12 @@ from flexmarl.core.ids import SampleId
 from flexmarl.core.run_effects import (
     ActivateVersion,
     CancelSamples,
+    ComputeAdvantages,
     OpenRollout,
     PrepareWeights,
     StartSamples,
 )
+from flexmarl.core.run_events import AdvantagesMade
 from flexmarl.core.seeds import evaluation_seed, sample_seed
 from flexmarl.orchestrator.calls import fenced, waiting
 from flexmarl.orchestrator.context import RunContext
@@ -68,6 +70,19 @@ class RolloutEffects:
             await self._client.cancel_samples(
                 self._context.run_id, sample_ids, term=self._context.term
             )
+
+    async def compute_advantages(self, effect: ComputeAdvantages) -> AdvantagesMade:
+        """Ask the run's own estimator, at most as long as a sample may take."""
+        context = self._context
+        with waiting(effect.waits), fenced(), _known_run():
+            scopes = await self._client.compute_advantages(
+                context.run_id,
+                effect.group_id,
+                effect.scopes,
+                term=context.term,
+                timeout_s=context.config.workflow.sample_timeout_s,
+            )
+        return AdvantagesMade(tuple(tuple(values) for values in scopes))
 
     async def prepare_weights(self, effect: PrepareWeights) -> None:
         """Announce weights that a policy's update made."""

@@ -161,6 +161,7 @@ class RunOpener:
             timeout_s=config.workflow.reward_timeout_s,
             log=self._config.log,
             reward=config.workflow.reward,
+            estimator=config.advantage.estimator,
             counters=desk.counters,
             on_broken=run.flow.worker_ready,
         )

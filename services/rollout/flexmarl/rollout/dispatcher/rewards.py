@@ -45,7 +45,10 @@ OnScored = Callable[[RewardResult], None]
 
 @dataclass(slots=True)
 class _Job:
-    """One sample to score; `deaths` counts processes that ended while it was in front."""
+    """One sample to score, or one group to ask the run's own estimator about.
+
+    `deaths` counts processes that ended while it was in front.
+    """
 
     job: RewardJob
     on_scored: OnScored
@@ -79,7 +82,8 @@ class RewardPool:
         num_processes: Slots.
         timeout_s: Longest run of the function on one sample.
         log: Log section handed to processes.
-        reward: Name of the function, for messages.
+        reward: Name of the reward function, for messages.
+        estimator: Name of the run's own estimator, for messages; any when it has none.
         counters: Told `rewards` and `reward_failures`.
         on_broken: Told when the function cannot be imported.
     """
@@ -93,6 +97,7 @@ class RewardPool:
         timeout_s: float,
         log: LogConfig,
         reward: str,
+        estimator: str,
         counters: Counter[str],
         on_broken: Callable[[Failure], None],
     ) -> None:
@@ -101,6 +106,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._log_config = log
         self._reward = reward
+        self._estimator = estimator
         self._counters = counters
         self._on_broken = on_broken
         self._slots = [_Slot(ordinal) for ordinal in range(num_processes)]
@@ -209,9 +215,9 @@ class RewardPool:
         self._fill()
 
     def _tell(self, job: _Job, result: RewardResult) -> None:
-        self._counters["rewards"] += 1
-        if result.HasField("failure"):
-            self._counters["reward_failures"] += 1
+        if not job.job.scopes:
+            self._counters["rewards"] += 1
+            self._counters["reward_failures"] += result.HasField("failure")
         job.on_scored(result)
 
     async def _watch(self) -> None:
@@ -248,14 +254,14 @@ class RewardPool:
         self._fill()
 
     def _failed(self, job: _Job, code: int | None, *, timed_out: bool) -> RewardResult:
-        what = f"reward {self._reward}"
+        what, reason = f"reward {self._reward}", ErrorReason.REWARD_RAISED
+        if job.job.scopes:
+            what, reason = f"estimator {self._estimator}", ErrorReason.ADVANTAGE_RAISED
         if timed_out:
             message = f"{what} did not return within reward_timeout_s = {self._timeout_s:g}"
         else:
             message = f"{what} ended its process {job.deaths} times (exit code {code})"
-        failure = Failure(
-            reason=ErrorReason.REWARD_RAISED, message=message, metadata={"what": what}
-        )
+        failure = Failure(reason=reason, message=message, metadata={"what": what})
         return RewardResult(sample_id=job.job.sample_id, failure=failure)
 
 

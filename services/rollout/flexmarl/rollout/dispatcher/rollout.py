@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RolloutStatus, SampleSpec
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope, RolloutStatus, SampleSpec
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.status import run_status
@@ -82,6 +82,16 @@ class Rollout:
     def cancel_samples(self, run_id: str, term: int, sample_ids: Iterable[str]) -> None:
         """Cuts samples."""
         self._get(run_id, term).cancel_samples(sample_ids)
+
+    async def compute_advantages(
+        self, run_id: str, term: int, group_id: str, scopes: Sequence[RewardScope]
+    ) -> Sequence[RewardScope]:
+        """Asks the run's own estimator about a group.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, TERM_STALE; ADVANTAGE_RAISED.
+        """
+        return await self._get(run_id, term).advantages(group_id, scopes)
 
     def prepare_weights(
         self, run_id: str, term: int, version: int, policies: dict[str, PolicyManifest]

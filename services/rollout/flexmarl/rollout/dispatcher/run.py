@@ -6,16 +6,17 @@ What its samples go through is `sample_flow`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from flexmarl.api.common.v1alpha1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope, SampleSpec
+from flexmarl.api.rollout.v1alpha1.worker_pb2 import RewardJob, RewardResult
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.admission import Admission
-from flexmarl.core.errors import DomainError
+from flexmarl.core.errors import DomainError, ErrorReason, find_reason
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.fleet import Fleet
 from flexmarl.rollout.dispatcher.mover import Mover
@@ -184,6 +185,31 @@ class Run:
     def cancel_samples(self, sample_ids: Iterable[str]) -> None:
         """Cuts samples; unknown ones are ignored."""
         self.flow.cancel(sample_ids)
+
+    async def advantages(
+        self, group_id: str, scopes: Sequence[RewardScope]
+    ) -> Sequence[RewardScope]:
+        """What the run's own estimator makes of a group's rewards.
+
+        Waits for a reward process, which the pool ends when it takes too long; freed by its answer,
+        or by the caller's deadline.
+
+        Raises:
+            DomainError: ADVANTAGE_RAISED.
+        """
+        answer: asyncio.Future[RewardResult] = self._loop.create_future()
+
+        def answered(result: RewardResult) -> None:
+            if not answer.done():  # the caller may have given up
+                answer.set_result(result)
+
+        self.rewards.submit(RewardJob(sample_id=group_id, scopes=scopes), answered)
+        result = await answer
+        if result.HasField("failure"):
+            failure = result.failure
+            reason = find_reason(failure.reason) or ErrorReason.INTERNAL
+            raise DomainError(reason, failure.message, dict(failure.metadata))
+        return result.advantages
 
     def announce(self, version: int, policies: dict[str, PolicyManifest]) -> None:
         """Weights of a version may be fetched and loaded from now on."""

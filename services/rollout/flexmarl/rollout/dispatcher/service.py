@@ -55,6 +55,17 @@ class RolloutServicer(RolloutServiceServicer):
         self._rollout.cancel_samples(request.run_id, request.term, request.sample_ids)
         return pb.CancelSamplesResponse()
 
+    async def ComputeAdvantages(  # noqa: N802
+        self,
+        request: pb.ComputeAdvantagesRequest,
+        context: Any,  # noqa: ANN401
+    ) -> pb.ComputeAdvantagesResponse:
+        """See the contract; waits for a reward process, at most as long as the caller does."""
+        scopes = await self._rollout.compute_advantages(
+            request.run_id, request.term, request.group_id, request.scopes
+        )
+        return pb.ComputeAdvantagesResponse(scopes=scopes)
+
     async def PrepareWeights(  # noqa: N802
         self,
         request: pb.PrepareWeightsRequest,

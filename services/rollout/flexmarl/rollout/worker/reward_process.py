@@ -1,5 +1,7 @@
 """A reward process: a child of the dispatcher that runs the user's reward function, one at a time.
 
+It runs the user's advantage estimator, too, where the run has one of its own.
+
 It waits for jobs on its link (freed by a frame; the closing of the link ends the process, I15). It
 keeps no time: a function that never returns may hold the interpreter's lock (a regular expression
 does), so the dispatcher ends the whole process when a job takes too long.
@@ -12,6 +14,7 @@ import inspect
 import sys
 from typing import Any, Final
 
+from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     RewardCommand,
     RewardEvent,
@@ -22,6 +25,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures, user_code
+from flexmarl.rollout.worker.advantages import to_advantages
 from flexmarl.rollout.worker.memory import is_beyond
 from flexmarl.rollout.worker.reward_job import decode_job
 from flexmarl.rollout.worker.rewards import to_reward_set
@@ -51,7 +55,8 @@ def run(args: dict[str, Any]) -> int:
         if scorer is None:
             continue
         for job in command.jobs:
-            link.send(RewardEvent(results=[scorer.score(job)]).SerializeToString())
+            result = scorer.estimate(job) if job.scopes else scorer.score(job)
+            link.send(RewardEvent(results=[result]).SerializeToString())
             if is_beyond(scorer.memory_bytes):
                 return EXIT_MEMORY
     return 0
@@ -69,7 +74,7 @@ def _set_up(setup: WorkerSetup) -> tuple[WorkerReady, Scorer | None]:
 
 
 class Scorer:
-    """Runs the reward function of one run.
+    """Runs the reward function of one run, and its advantage estimator.
 
     Attributes:
         memory_bytes: Most resident memory of the process between two jobs.
@@ -80,6 +85,7 @@ class Scorer:
         self.memory_bytes = workflow.worker_memory_mib << 20
         self._user = user
         self._what = f"reward {workflow.reward}"
+        self._what_estimator = f"estimator {user.config.advantage.estimator}"
 
     def score(self, job: RewardJob) -> RewardResult:
         """What the function makes of a finished sample; never raises for what user code does."""
@@ -99,6 +105,35 @@ class Scorer:
             result.failure.CopyFrom(failure)
         else:
             result.rewards.CopyFrom(rewards)
+        sys.stdout.flush()
+        return result
+
+    def estimate(self, job: RewardJob) -> RewardResult:
+        """What the estimator makes of each scope; never raises for what user code does."""
+        result = RewardResult(sample_id=job.sample_id)
+        estimator = self._user.estimator
+        assert estimator is not None, "only a run's own estimator is asked"
+        try:
+            made = [
+                RewardScope(
+                    values=to_advantages(
+                        estimator(list(scope.values)),
+                        count=len(scope.values),
+                        what=self._what_estimator,
+                    )
+                )
+                for scope in job.scopes
+            ]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+            failure = failures.of_exception(
+                error,
+                reason=ErrorReason.ADVANTAGE_RAISED,
+                what=self._what_estimator,
+                folder=self._user.folder,
+            )
+            result.failure.CopyFrom(failure)
+        else:
+            result.advantages.extend(made)
         sys.stdout.flush()
         return result
 

@@ -25,11 +25,13 @@ class RewardCode:
         config: The run's config.
         folder: The unpacked package.
         reward: The reward function.
+        estimator: The advantage estimator; None when it is none of the user's.
     """
 
     config: RunConfig
     folder: Path
     reward: Callable[..., Any]
+    estimator: Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,20 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
 
 
 def load_reward(*, config_json: bytes, workflow_path: str) -> RewardCode:
-    """Imports the user's reward function.
+    """Imports the user's reward function, and the advantage estimator if it is the user's.
 
     Raises:
         DomainError: WORKFLOW_IMPORT_FAILED naming the module and the cause.
     """
     config = RunConfig.model_validate_json(config_json)
     folder = _importable(workflow_path)
-    return RewardCode(config=config, folder=folder, reward=_reward(config, folder))
+    estimator = None
+    if config.advantage.rule().is_own:
+        name = config.advantage.estimator
+        estimator = _function(name, key="advantage.estimator", folder=folder)
+    return RewardCode(
+        config=config, folder=folder, reward=_reward(config, folder), estimator=estimator
+    )
 
 
 def _reward(config: RunConfig, folder: Path) -> Callable[..., Any]:

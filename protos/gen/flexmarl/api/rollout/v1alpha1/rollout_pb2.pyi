@@ -304,6 +304,94 @@ class CancelSamplesResponse(_message.Message):
 Global___CancelSamplesResponse: _TypeAlias = CancelSamplesResponse  # noqa: Y015
 
 @_typing.final
+class ComputeAdvantagesRequest(_message.Message):
+    """ComputeAdvantagesRequest carries the rewards of a group's finished samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call."""
+    run_id: _builtins.str
+    """Run."""
+    term: _builtins.int
+    """Orchestrator's term."""
+    group_id: _builtins.str
+    """Group, for messages."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardScope]:
+        """Each scope's rewards, one per finished sample, by the samples' ordinals."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        group_id: _builtins.str = ...,
+        scopes: _abc.Iterable[Global___RewardScope] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "request_id", b"request_id", "run_id", b"run_id", "scopes", b"scopes", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeAdvantagesRequest: _TypeAlias = ComputeAdvantagesRequest  # noqa: Y015
+
+@_typing.final
+class RewardScope(_message.Message):
+    """RewardScope is one number per finished sample of a scope: its rewards, or its advantages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The numbers."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardScope: _TypeAlias = RewardScope  # noqa: Y015
+
+@_typing.final
+class ComputeAdvantagesResponse(_message.Message):
+    """ComputeAdvantagesResponse carries what the estimator returned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardScope]:
+        """For each scope asked about, an advantage per reward, all finite."""
+
+    def __init__(
+        self,
+        *,
+        scopes: _abc.Iterable[Global___RewardScope] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scopes", b"scopes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeAdvantagesResponse: _TypeAlias = ComputeAdvantagesResponse  # noqa: Y015
+
+@_typing.final
 class PrepareWeightsRequest(_message.Message):
     """PrepareWeightsRequest announces weights."""
 

@@ -56,6 +56,11 @@ class RolloutServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesResponse.FromString,
                 _registered_method=True)
+        self.ComputeAdvantages = channel.unary_unary(
+                '/flexmarl.api.rollout.v1alpha1.RolloutService/ComputeAdvantages',
+                request_serializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesResponse.FromString,
+                _registered_method=True)
         self.PrepareWeights = channel.unary_unary(
                 '/flexmarl.api.rollout.v1alpha1.RolloutService/PrepareWeights',
                 request_serializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.PrepareWeightsRequest.SerializeToString,
@@ -112,6 +117,14 @@ class RolloutServiceServicer(object):
 
     def CancelSamples(self, request, context):
         """CancelSamples cuts samples; their vertices end CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeAdvantages(self, request, context):
+        """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
+        process. Nothing is kept: asked again, it computes again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,6 +187,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CancelSamples,
                     request_deserializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesResponse.SerializeToString,
+            ),
+            'ComputeAdvantages': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeAdvantages,
+                    request_deserializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesResponse.SerializeToString,
             ),
             'PrepareWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareWeights,
@@ -310,6 +328,33 @@ class RolloutService(object):
             '/flexmarl.api.rollout.v1alpha1.RolloutService/CancelSamples',
             flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesRequest.SerializeToString,
             flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.CancelSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeAdvantages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flexmarl.api.rollout.v1alpha1.RolloutService/ComputeAdvantages',
+            flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesRequest.SerializeToString,
+            flexmarl_dot_api_dot_rollout_dot_v1alpha1_dot_rollout__pb2.ComputeAdvantagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class RolloutServiceStub:
     """
     CancelSamples: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CancelSamplesRequest, _rollout_pb2.CancelSamplesResponse]
     """CancelSamples cuts samples; their vertices end CANCELLED."""
+    ComputeAdvantages: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ComputeAdvantagesRequest, _rollout_pb2.ComputeAdvantagesResponse]
+    """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
+    process. Nothing is kept: asked again, it computes again.
+    """
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]
     """PrepareWeights announces weights of a coming version, so that instances may fetch and load them early."""
     ActivateVersion: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ActivateVersionRequest, _rollout_pb2.ActivateVersionResponse]
@@ -74,6 +78,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     CancelSamples: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CancelSamplesRequest, _rollout_pb2.CancelSamplesResponse]  # type: ignore[assignment]
     """CancelSamples cuts samples; their vertices end CANCELLED."""
+    ComputeAdvantages: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ComputeAdvantagesRequest, _rollout_pb2.ComputeAdvantagesResponse]  # type: ignore[assignment]
+    """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
+    process. Nothing is kept: asked again, it computes again.
+    """
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
     """PrepareWeights announces weights of a coming version, so that instances may fetch and load them early."""
     ActivateVersion: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ActivateVersionRequest, _rollout_pb2.ActivateVersionResponse]  # type: ignore[assignment]
@@ -123,6 +131,16 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CancelSamplesResponse, _abc.Awaitable[_rollout_pb2.CancelSamplesResponse]]:
         """CancelSamples cuts samples; their vertices end CANCELLED."""
+
+    @_abc_1.abstractmethod
+    def ComputeAdvantages(
+        self,
+        request: _rollout_pb2.ComputeAdvantagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ComputeAdvantagesResponse, _abc.Awaitable[_rollout_pb2.ComputeAdvantagesResponse]]:
+        """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
+        process. Nothing is kept: asked again, it computes again.
+        """
 
     @_abc_1.abstractmethod
     def PrepareWeights(

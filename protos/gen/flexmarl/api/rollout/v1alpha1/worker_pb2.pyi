@@ -450,25 +450,33 @@ Global___RewardCommand: _TypeAlias = RewardCommand  # noqa: Y015
 
 @_typing.final
 class RewardJob(_message.Message):
-    """RewardJob is one finished sample to score."""
+    """RewardJob is one finished sample to score, or one group whose advantages the run's own estimator
+    makes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     JOB_JSON_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Sample."""
+    """Sample; the group, with `scopes`."""
     job_json: _builtins.bytes
-    """The finished sample, JSON as the worker wrote it."""
+    """The finished sample, JSON as the worker wrote it; empty with `scopes`."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RewardScope]:
+        """Rewards to give to the run's own estimator, scope by scope; empty for a sample to score."""
+
     def __init__(
         self,
         *,
         sample_id: _builtins.str = ...,
         job_json: _builtins.bytes = ...,
+        scopes: _abc.Iterable[_rollout_pb2.RewardScope] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "sample_id", b"sample_id", "scopes", b"scopes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,6 +521,7 @@ class RewardResult(_message.Message):
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Sample."""
     @_builtins.property
@@ -523,16 +532,21 @@ class RewardResult(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why there is none; unset on success."""
 
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RewardScope]:
+        """The advantages that the job's `scopes` asked for, in their order; empty for a scored sample."""
+
     def __init__(
         self,
         *,
         sample_id: _builtins.str = ...,
         rewards: _graph_pb2.RewardSet | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        advantages: _abc.Iterable[_rollout_pb2.RewardScope] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "failure", b"failure", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
