@@ -326,3 +326,13 @@ def test_the_query_of_a_lost_group_comes_again_and_takes_no_other() -> None:
     taken_up.restore([lost, late, *stored(spec(0), again)], [])
     (admit,) = [effect for effect in taken_up.due() if isinstance(effect, AdmitGroups)]
     assert admit.groups == (spec(4, query_index=103, replaces=spec(2).group_id),)
+
+
+def test_without_a_row_to_train_on_an_estimator_of_the_runs_own_is_not_asked() -> None:
+    groups = batch(advantage=AdvantageRule(estimator="mine:f", scope="agent"))
+    end(groups, 0, SampleStatus.DONE)
+    end(groups, 1, SampleStatus.DONE)
+    close = closure_of(groups)
+    assert close.status is GroupStatus.CLOSED
+    assert close.released == ()
+    assert groups.take_asks() == {}

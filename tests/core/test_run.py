@@ -19,6 +19,8 @@ from flexmarl.core.run import RunRules
 from flexmarl.core.states import RunStatus, VoidReason
 from flexmarl.core.training import TrainingRules
 
+pytestmark = pytest.mark.timeout(300)  # thousands of steps, under coverage, on a shared machine
+
 AGENTS = {"splitter": "p1", "sorter": "p2", "merger": "p3", "judge": "frozen"}
 POLICIES = {
     "p1": PolicyRules(micro_batch_rows=4),
@@ -71,7 +73,7 @@ def test_a_quiet_run_finishes() -> None:
 
 def test_a_policy_that_waits_for_anothers_residence_is_looked_at_when_that_ends() -> None:
     slow_swaps = rules(residence=2.0, groups=6)
-    world = World(slow_swaps, Random(0), trouble=0.0, num_slots=1, agents=AGENTS)
+    world = World(slow_swaps, Random(2), trouble=0.0, num_slots=1, agents=AGENTS)
     assert world.run().status is RunStatus.FINISHED
     world.check()
     assert "allocation" in world.timers_set
