@@ -568,9 +568,10 @@ class World:
         ]
         expected, cursor = self.order.take(Cursor(), len(seen))
         assert (tuple(seen), store.cursor) == (expected, cursor), "queries skipped or repeated"
-        lost = {n: g for n, g in store.groups.items() if n in store.lost}
+        # One that had been dropped and replaced before it was lost needs no other.
+        replaced = {spec.replaces for spec in store.groups.values() if not spec.repeats}
         assert {g.replaces: g.query_index for g in store.groups.values() if g.repeats} == {
-            name: spec.query_index
-            for name, spec in lost.items()
+            name: store.groups[name].query_index
+            for name in store.lost - replaced
             if store.status[name] is GroupStatus.DROPPED
         }, "the query of a lost group comes again, once"
