@@ -203,6 +203,7 @@ class HostStandIn:
                 if name not in self.statuses:
                     self.set_status(name, list(spec.policies), eng.INSTANCE_STATE_EMPTY)
             reply.instances.extend(self.statuses.values())
+            reply.results.extend(self._results_of_lost())
         for load in message.loads:
             self.loads.append(load)
             for name in load.instance_ids:
@@ -212,6 +213,8 @@ class HostStandIn:
                 reply.instances.append(status)
         self.aborts.extend(message.aborts)
         for request in message.requests:
+            if request.attempt_id in self.in_hand:
+                continue  # as a real host does: an attempt is sampled once
             self.requests.append(request)
             self.in_hand[request.attempt_id] = request
             result = self._result(request)
@@ -229,6 +232,19 @@ class HostStandIn:
         )  # fmt: skip
         self.statuses[name] = status
         return status
+
+    def _results_of_lost(self) -> list[eng.GenerateResult]:
+        """Attempts end with the instances that no plan names any more."""
+        lost = []
+        for name, request in self.in_hand.items():
+            if name not in self.unacked and request.instance_id not in self.statuses:
+                result = eng.GenerateResult(
+                    attempt_id=name, instance_id=request.instance_id, infrastructure=True,
+                    failure=common_pb2.Failure(reason="CHILD_DIED", message="stopped"),
+                )  # fmt: skip
+                lost.append(result)
+        self.unacked.update((result.attempt_id, result) for result in lost)
+        return lost
 
     def _result(self, request: eng.GenerateRequest) -> eng.GenerateResult | None:
         answer = self.answer(request)

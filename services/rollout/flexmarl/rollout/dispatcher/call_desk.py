@@ -127,9 +127,10 @@ class CallDesk:
         self._listener = listener
         self._core = Dispatcher(DispatchConfig(), Random(seed))  # noqa: S311 - replays
         self._calls: dict[str, CallState] = {}
-        self._writing: set[str] = set()
+        self._writing: dict[str, str] = {}
         self._held: dict[str, _Taken] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
         self._trained = frozenset(config.trained_policies())
         self._caching = frozenset(
             name for name, p in config.policies.items() if p.rollout.engine in PREFIX_CACHING
@@ -268,15 +269,25 @@ class CallDesk:
         return self._core.num_at(instance_id)
 
     def close(self) -> None:
-        """Stops the timer."""
+        """Acts no more, and lets hosts forget what nobody will store now.
+
+        The run may be opened again, and its attempts then have the names of these: what a host kept
+        it would not sample, and not send again either.
+        """
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        held = {attempt_id: taken.host_id for attempt_id, taken in self._held.items()}
+        for attempt_id, host_id in (self._writing | held).items():
+            self._acknowledge(attempt_id, host_id)
 
     # Effects.
 
     def _post(
         self, event: Event, now: float | None = None, *, taken: _Taken | None = None
     ) -> list[Effect]:
+        if self._closed:
+            return []  # workers that are being ended still ask
         now = self._loop.time() if now is None else now
         effects = self._core.handle(event, now)
         if self.trace is not None and len(self.trace) < TRACE_LIMIT:
@@ -415,11 +426,11 @@ class CallDesk:
             finished_unix_ns=row.meta.finished_unix_ns,
         )
         sample.writing += 1
-        self._writing.add(effect.attempt_id)
+        self._writing[effect.attempt_id] = taken.host_id
         sample.count(policy, result.version)
         self._writer.vertex(
             row,
-            partial(self._accepted, sample, state.call, answer, effect.attempt_id, taken.host_id),
+            partial(self._accepted, sample, state.call, answer, effect.attempt_id),
         )
 
     def _accepted(
@@ -428,14 +439,10 @@ class CallDesk:
         call: AgentCall,
         answer: CallAnswer,
         attempt_id: str,
-        host_id: str,
         outcome: int,
     ) -> None:
         """An accepted result is durable: answer the call, let the host forget it."""
-        self._writing.discard(attempt_id)
-        session = self._hosts.session(host_id)
-        if session is not None:
-            session.outgoing.add().stored.append(attempt_id)
+        self._acknowledge(attempt_id, self._writing.pop(attempt_id))
         sample.writing -= 1
         sample.done.add(call.vertex_id)
         if outcome == WRITE_OUTCOME_DUPLICATE:
@@ -446,6 +453,12 @@ class CallDesk:
         else:
             self._listener.call_answered(sample, answer)
         self._listener.row_stored(sample)
+
+    def _acknowledge(self, attempt_id: str, host_id: str) -> None:
+        """Lets a host forget a result; one that is away sends it again when it is back."""
+        session = self._hosts.session(host_id)
+        if session is not None:
+            session.outgoing.add().stored.append(attempt_id)
 
     def _fail(self, effect: Fail) -> None:
         state = self._forget(effect.vertex_id)

@@ -107,9 +107,7 @@ class Fleet:
 
     def close(self) -> None:
         """Ends the instances and stops listening."""
-        self._hosts.listen(None)
-        for session in self._hosts.sessions:
-            session.outgoing.add().plan.CopyFrom(self._plan([]))
+        self._hosts.dismiss(self._plan([]))
 
     def send_plan(self) -> None:
         """Tells every host its part again, under the current term."""

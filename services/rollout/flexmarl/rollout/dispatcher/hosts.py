@@ -1,7 +1,9 @@
 """Connected engine hosts: one long-lived stream each.
 
 Hosts outlive dispatchers. Until the first run is opened here, what hosts say is kept for it, and no
-result is acknowledged: it may be what a dispatcher before this one has asked for.
+result is acknowledged: it may be what a dispatcher before this one has asked for. Once a run was
+closed, nobody waits for anything: until the next one is opened, hosts end what they run, and forget
+what they hold.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
     ConnectEngineHostResponse,
     GenerateResult,
     HostHello,
+    InstancePlan,
     InstanceStatus,
 )
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -97,7 +100,7 @@ class Hosts:
         self._sessions: dict[str, HostSession] = {}
         self._away: dict[str, asyncio.TimerHandle] = {}
         self._listener: HostListener | None = None
-        self._is_new = True
+        self._last_plan: InstancePlan | None = None
         self._started_at = asyncio.get_running_loop().time()
 
     @property
@@ -109,15 +112,20 @@ class Hosts:
         """The connection of a host; None while it is away."""
         return self._sessions.get(host_id)
 
-    def listen(self, listener: HostListener | None) -> None:
+    def listen(self, listener: HostListener) -> None:
         """Sets the run that the hosts work for, and tells it of those that are there."""
         self._listener = listener
-        self._is_new = False
         for session in self.sessions:
-            if listener is not None:
-                listener.host_connected(session, session.hello)
-                listener.host_results(session, list(session.results))
+            listener.host_connected(session, session.hello)
+            listener.host_results(session, list(session.results))
             session.forget()
+
+    def dismiss(self, last_plan: InstancePlan) -> None:
+        """Ends the run at all hosts: at those that are away, too, if they come before the next."""
+        self._listener = None
+        self._last_plan = last_plan
+        for session in self.sessions:
+            self._dismiss(session, last_plan)
 
     async def settled(self) -> None:
         """Waits until hosts that a dispatcher before this one had are back; soon, and once."""
@@ -175,7 +183,7 @@ class Hosts:
     def _take(self, session: HostSession, request: ConnectEngineHostRequest) -> None:
         listener = self._listener
         if listener is None:
-            if self._is_new:
+            if self._last_plan is None:
                 session.keep(request)
             elif request.results:  # of a run that was closed: nobody waits for them
                 session.outgoing.add().stored.extend(r.attempt_id for r in request.results)
@@ -197,6 +205,12 @@ class Hosts:
         _log.info("host_connected", host=host_id, max_instances=session.max_instances)
         if self._listener is not None:
             self._listener.host_connected(session, session.hello)
+        elif self._last_plan is not None:
+            self._dismiss(session, self._last_plan)
+
+    def _dismiss(self, session: HostSession, last_plan: InstancePlan) -> None:
+        session.forget()
+        session.outgoing.add().plan.CopyFrom(last_plan)
 
     def _disconnect(self, session: HostSession) -> None:
         host_id = session.host_id
