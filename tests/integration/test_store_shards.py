@@ -49,7 +49,7 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             for copy in copies:
                 assert "no damage" in await cli("store", "check", copy["path"])
             assert len(copies) == 2
-            await cli("store", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
+            await cli("runs", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
             assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
 
 
