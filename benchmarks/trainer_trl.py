@@ -35,9 +35,9 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
         response: Tokens per completion.
     """
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] - optional
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports] - optional
 
     torch.set_num_threads(1)
     rng = random.Random(0)

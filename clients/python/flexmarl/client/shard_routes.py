@@ -28,9 +28,11 @@ class Shards(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Their names, the home shard first."""
+        ...
 
     def shard_of(self, row_id: str) -> str:
         """Shard of a group, sample or vertex, by its id."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
