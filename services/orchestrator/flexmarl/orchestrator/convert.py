@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -19,6 +19,14 @@ from flexmarl.core.states import VoidReason
 from flexmarl.core.training_rows import Rewards, Row, RowVoid, RunFailure, SampleFact
 
 DONE = common_pb2.VERTEX_STATUS_DONE
+
+ItemT = TypeVar("ItemT")
+
+
+def chunks(items: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
+    """What is too much for one message, in parts of at most `size`."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def failure_of(failure: common_pb2.Failure) -> RunFailure:

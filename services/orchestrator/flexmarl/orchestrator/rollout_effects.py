@@ -22,7 +22,7 @@ from flexmarl.core.run_events import AdvantagesMade
 from flexmarl.core.seeds import evaluation_seed, sample_seed
 from flexmarl.orchestrator.calls import fenced, waiting
 from flexmarl.orchestrator.context import RunContext
-from flexmarl.orchestrator.convert import policy_manifest
+from flexmarl.orchestrator.convert import chunks, policy_manifest
 
 MAX_SPECS: Final = 512
 """Samples per StartSamples call; each carries its query."""
@@ -56,7 +56,7 @@ class RolloutEffects:
 
     async def start_samples(self, effect: StartSamples) -> None:
         """Hand samples over; those that it knows already it leaves alone."""
-        for samples in _chunks(effect.samples):
+        for samples in chunks(effect.samples, MAX_SPECS):
             specs = [self._spec(sample_id) for sample_id in samples]
             with waiting(effect.waits), fenced(), _known_run():
                 await self._client.start_samples(
@@ -133,11 +133,6 @@ class RolloutEffects:
         return sample_seed(
             seed, batch=group.batch.batch, group=group.ordinal, sample=sample_id.ordinal
         )
-
-
-def _chunks(samples: tuple[SampleId, ...]) -> Iterator[tuple[SampleId, ...]]:
-    for start in range(0, len(samples), MAX_SPECS):
-        yield samples[start : start + MAX_SPECS]
 
 
 @contextmanager

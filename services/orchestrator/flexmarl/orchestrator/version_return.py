@@ -7,15 +7,13 @@ nothing where it was done.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.orchestrator.context import RunContext
-from flexmarl.orchestrator.convert import DONE
+from flexmarl.orchestrator.convert import DONE, chunks
 from flexmarl.runtime.logging import get_logger
 
 _log = get_logger(__name__)
@@ -65,7 +63,7 @@ async def _give_up(context: RunContext, batch: int) -> None:
         and meta.trainable
         and meta.void_reason == _NOT_VOID
     ]
-    for rows in _chunks(voided):
+    for rows in chunks(voided, _CHUNK):
         await store.void_rows(run_id, rows, term=term)
     dropped = [
         pb.GroupClosure(
@@ -78,9 +76,3 @@ async def _give_up(context: RunContext, batch: int) -> None:
     ]
     if dropped:
         await store.close_groups(run_id, dropped, term=term)
-
-
-def _chunks(rows: list[pb.VoidedRow]) -> Iterator[list[pb.VoidedRow]]:
-    remaining = iter(rows)
-    while chunk := list(itertools.islice(remaining, _CHUNK)):
-        yield chunk

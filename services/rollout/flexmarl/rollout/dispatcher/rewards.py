@@ -30,7 +30,7 @@ from flexmarl.runtime.logging import get_logger
 
 REWARD_MODULE: Final = "flexmarl.rollout.worker.reward_process"
 MAX_SENT: Final = 128
-"""Jobs in one process at once; one runs, the others save the way, and that this loop is asked."""
+"""Jobs in one process at once; one runs, the others need no turn of this loop to follow it."""
 
 MAX_DEATHS: Final = 2
 """Processes that may end while a job is in front of them before it is given up."""

@@ -7,8 +7,9 @@ and runs many samples at once on one event loop, with a task factory that gives 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import uvloop
 
@@ -29,6 +30,8 @@ from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.runtime.child_link import AsyncChildLink
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
+
+ItemT = TypeVar("ItemT")
 
 _PIECE: Final = 128
 """Samples that are taken a step on before what they ask for is sent."""
@@ -101,16 +104,12 @@ class Worker:
         In pieces: what the first samples ask for is on its way while the next ones are worked on.
         """
         runs = self._runs
-        for index, answer in enumerate(command.answers, 1):
+        async for answer in _in_pieces(command.answers):
             run = runs.get(answer.vertex_id.partition("/")[0])
             if run is not None:
                 run.answer(answer)
-            if index % _PIECE == 0:
-                await asyncio.sleep(0)
-        for index, sample in enumerate(command.start, 1):
+        async for sample in _in_pieces(command.start):
             self._start(sample)
-            if index % _PIECE == 0:
-                await asyncio.sleep(0)
         for sample_id in command.cancel_sample_ids:
             run = runs.get(sample_id)
             if run is not None:
@@ -139,3 +138,11 @@ class Worker:
         finally:
             del self._runs[sample_id]
         self._outbox.event().ends.append(end)
+
+
+async def _in_pieces(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
+    """Lets whatever waits for the loop run after each piece."""
+    for index, item in enumerate(items, 1):
+        yield item
+        if index % _PIECE == 0:
+            await asyncio.sleep(0)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
+from flexmarl.api.meg_store.v1alpha1.graph_pb2 import RewardSet
 from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope
 from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     RewardCommand,
@@ -55,8 +57,7 @@ def run(args: dict[str, Any]) -> int:
         if scorer is None:
             continue
         for job in command.jobs:
-            result = scorer.estimate(job) if job.scopes else scorer.score(job)
-            link.send(RewardEvent(results=[result]).SerializeToString())
+            link.send(RewardEvent(results=[scorer.answer(job)]).SerializeToString())
             if is_beyond(scorer.memory_bytes):
                 return EXIT_MEMORY
     return 0
@@ -87,55 +88,50 @@ class Scorer:
         self._what = f"reward {workflow.reward}"
         self._what_estimator = f"estimator {user.config.advantage.estimator}"
 
-    def score(self, job: RewardJob) -> RewardResult:
-        """What the function makes of a finished sample; never raises for what user code does."""
+    def answer(self, job: RewardJob) -> RewardResult:
+        """What user code makes of a finished sample, or of a group; never raises for what it does.
+
+        A job with scopes asks the estimator, any other one the reward function.
+        """
         result = RewardResult(sample_id=job.sample_id)
+        what, reason = self._what, ErrorReason.REWARD_RAISED
+        if job.scopes:
+            what, reason = self._what_estimator, ErrorReason.ADVANTAGE_RAISED
         try:
-            sample = decode_job(job.job_json)
-            returned = self._user.reward(sample)
-            if inspect.isawaitable(returned):
-                returned = asyncio.run(_wait(returned))
-            rewards = to_reward_set(
-                returned, sample=sample, agents=self._user.config.agents.keys(), what=self._what
-            )
+            if job.scopes:
+                result.advantages.extend(self._estimate(job.scopes))
+            else:
+                result.rewards.CopyFrom(self._score(job.job_json))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             failure = failures.of_exception(
-                error, reason=ErrorReason.REWARD_RAISED, what=self._what, folder=self._user.folder
+                error, reason=reason, what=what, folder=self._user.folder
             )
             result.failure.CopyFrom(failure)
-        else:
-            result.rewards.CopyFrom(rewards)
         sys.stdout.flush()
         return result
 
-    def estimate(self, job: RewardJob) -> RewardResult:
-        """What the estimator makes of each scope; never raises for what user code does."""
-        result = RewardResult(sample_id=job.sample_id)
+    def _score(self, job_json: bytes) -> RewardSet:
+        sample = decode_job(job_json)
+        returned = self._user.reward(sample)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_wait(returned))
+        return to_reward_set(
+            returned, sample=sample, agents=self._user.config.agents.keys(), what=self._what
+        )
+
+    def _estimate(self, scopes: Iterable[RewardScope]) -> list[RewardScope]:
         estimator = self._user.estimator
         assert estimator is not None, "only a run's own estimator is asked"
-        try:
-            made = [
-                RewardScope(
-                    values=to_advantages(
-                        estimator(list(scope.values)),
-                        count=len(scope.values),
-                        what=self._what_estimator,
-                    )
+        return [
+            RewardScope(
+                values=to_advantages(
+                    estimator(list(scope.values)),
+                    count=len(scope.values),
+                    what=self._what_estimator,
                 )
-                for scope in job.scopes
-            ]
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            failure = failures.of_exception(
-                error,
-                reason=ErrorReason.ADVANTAGE_RAISED,
-                what=self._what_estimator,
-                folder=self._user.folder,
             )
-            result.failure.CopyFrom(failure)
-        else:
-            result.advantages.extend(made)
-        sys.stdout.flush()
-        return result
+            for scope in scopes
+        ]
 
 
 async def _wait(awaitable: Any) -> Any:  # noqa: ANN401 - whatever the user's function returned
