@@ -32,8 +32,14 @@ RUNS ?= 100
 TEST_JOBS ?= 2
 # bench
 NAME ?= all
+# containers: the plugin, or version 1; overlays by their names in deploy/compose
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+OVERLAYS ?=
+COMPOSE_RUN = $(COMPOSE) -f docker-compose.yml $(OVERLAYS:%=-f deploy/compose/%.yml)
+CONFIG ?= examples/quickstart/config.toml
 
-.PHONY: help setup vllm demo gsm8k test test-real prove chaos lint check bench protos clean
+.PHONY: help setup vllm demo gsm8k test test-real test-compose prove chaos lint check bench protos clean
+.PHONY: images up train down
 
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +92,22 @@ test-real: $(STAMP) $(VLLM_STAMP) $(GSM8K_MODEL)/config.json ## Tests that need 
 	@FLEXMARL_GSM8K_MODEL="$(abspath $(GSM8K_MODEL))" FLEXMARL_GSM8K_DATA="$(abspath $(GSM8K_DATA))" \
 	  FLEXMARL_VLLM_PYTHON="$(abspath $(VLLM_VENV)/bin/python)" \
 	  $(BIN)/python -m pytest tests -m real --timeout 900
+
+images: ## Build the containers' images [BASE=image PIP_ARGS=...]
+	@$(COMPOSE_RUN) build
+	@$(COMPOSE_RUN) build client
+
+up: ## Start the services in containers [OVERLAYS="stores engine-hosts trainers gpu"]
+	@$(COMPOSE_RUN) up -d
+
+train: ## Train on the services in containers [CONFIG=examples/...]
+	@$(COMPOSE_RUN) run --rm client flexmarl train $(CONFIG)
+
+down: ## Stop the services in containers; what they stored stays
+	@$(COMPOSE_RUN) down
+
+test-compose: $(STAMP) ## Containers for real: built, trained on, killed one by one [BASE=image PIP_ARGS=...]
+	@FLEXMARL_COMPOSE_REQUIRED=1 $(BIN)/python -m pytest tests/compose -m long --timeout 3600
 
 prove: $(STAMP) ## Tests that need hours
 	@echo "The proof tests that exist:"

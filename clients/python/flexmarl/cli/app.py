@@ -130,10 +130,26 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
     ] = None,
 ) -> None:
-    """Run one service in the foreground."""
+    """Run one service in the foreground; without --config as /etc/flexmarl/SERVICE.toml says."""
     from flexmarl.cli.commands.serve import serve as command
 
     command(service, role=role, config=config, overrides=set_ or [])
+
+
+@app.command()
+def health(
+    addresses: Annotated[
+        list[str], typer.Argument(metavar="HOST:PORT...", help="Services to ask.")
+    ],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.01, help="Seconds to wait for an answer.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask services whether they are ready; exit code 0 when all are."""
+    from flexmarl.cli.commands.health import health as command
+
+    raise typer.Exit(command(addresses, timeout_s=timeout_s, as_json=as_json))
 
 
 @app.command()

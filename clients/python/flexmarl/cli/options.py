@@ -18,6 +18,7 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="ADDR",
+        envvar="FLEXMARL_CLUSTER",
         help="Use a running cluster: its folder, or store=HOST:PORT and orchestrator=HOST:PORT.",
     ),
 ]

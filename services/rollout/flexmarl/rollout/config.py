@@ -19,7 +19,7 @@ class RolloutConfig(ServiceConfig):
     """The dispatcher of the cluster, or the engine host of a node."""
     data_dir: Path = Path("var/rollout")
     """Record of children, cache of unpacked bundles and models, spans."""
-    dispatcher: str = "127.0.0.1:7003"
+    dispatcher: str = "127.0.0.1:7002"
     """Engine host: host:port of the dispatcher it registers with."""
     host_id: str = "host0"
     """Engine host: its name, unique in the cluster."""

@@ -17,6 +17,7 @@ from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s
 from flexmarl.cli.cluster.local import START_TIMEOUT_S
 from flexmarl.cli.cluster.plan import ClusterSettings, plan_services
 from flexmarl.cli.cluster.purge import purge_folder
+from flexmarl.cli.commands.health import SERVING, health_of
 from flexmarl.cli.errors import EXIT_FAILED, CliError
 from flexmarl.cli.output import print_json, print_line, print_table
 
@@ -113,32 +114,16 @@ def status(data_dir: Path, *, as_json: bool) -> int:
         print_json({"pid": running.pid, "services": rows})
     else:
         print_table(rows, _COLUMNS)
-    return 0 if all(row["health"] == "serving" for row in rows) else EXIT_FAILED
+    return 0 if all(row["health"] == SERVING for row in rows) else EXIT_FAILED
 
 
 async def _health_rows(running: RunningCluster) -> list[dict[str, Any]]:
-    health = await asyncio.gather(
-        *(_health(service["address"]) for service in running.services.values())
-    )
+    addresses = [str(service["address"]) for service in running.services.values()]
+    health = await health_of(addresses, timeout_s=_HEALTH_TIMEOUT_S)
     return [
         {"service": name, "health": state, **service}
         for (name, service), state in zip(running.services.items(), health, strict=True)
     ]
-
-
-async def _health(address: str) -> str:
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    async with grpc.aio.insecure_channel(address) as channel:
-        # The published stubs of this package do not know its methods.
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
-        except grpc.RpcError as error:
-            return f"no answer ({error.code().name.lower()})"
-    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return name.lower()
 
 
 def _start_daemon(folder: ClusterFolder, settings: ClusterSettings) -> subprocess.Popen[bytes]:

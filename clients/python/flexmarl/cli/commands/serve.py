@@ -15,15 +15,37 @@ from flexmarl.cli.errors import CliError
 _SERVICES: Final = ("meg_store", "rollout", "trainer", "orchestrator")
 _ROLES: Final = ("dispatcher", "engine-host")
 
+CONFIG_DIR: Final = Path("/etc/flexmarl")
+"""Where services are configured on a host, unless FLEXMARL_CONFIG_DIR names another folder."""
+
 
 def serve(service: str, *, role: str, config: Path | None, overrides: Sequence[str]) -> None:
     """Replace this process by the service; signals reach it directly.
 
+    Args:
+        service: Such as `meg-store`.
+        role: Of rollout.
+        config: TOML file; None: the host's own for this service, if it has one.
+        overrides: `KEY=VALUE` items.
+
     Raises:
         CliError: No such service, role or file.
     """
-    command = service_command(service, role=role, config=config, sets=overrides)
+    folder = Path(os.environ.get("FLEXMARL_CONFIG_DIR") or CONFIG_DIR)
+    command = service_command(
+        service, role=role, config=config or host_config(folder, service, role), sets=overrides
+    )
     os.execv(sys.executable, command)  # noqa: S606 - no shell: its own interpreter and arguments
+
+
+def host_config(folder: Path, service: str, role: str) -> Path | None:
+    """A service's file in a host's configuration folder; None when there is none.
+
+    An engine host has one of its own, for it may run beside the dispatcher.
+    """
+    name = "engine-host" if role == "engine-host" else service.replace("_", "-")
+    file = folder / f"{name}.toml"
+    return file if file.is_file() else None
 
 
 def service_command(

@@ -1,0 +1,1 @@
+"""FlexMARL on three hosts that are network namespaces of this machine."""

@@ -1,0 +1,99 @@
+"""The cluster of docker-compose.yml, for real: built, trained on, hurt everywhere, trained again.
+
+Needs a container engine and compose. `make test-compose` fails without them; elsewhere this is
+skipped. BASE and PIP_ARGS say what images are built from, as for every build.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from compose.compose_kit import Containers, what_is_missing
+from integration.cluster_harness import Size, eventually
+from integration.whole_run import assert_whole, num_reports
+
+SERVICES = ("meg-store", "dispatcher", "engine-host", "trainer", "orchestrator")
+VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "60"))
+QUICKSTART = Size(versions=VERSIONS, groups=32, samples=8)
+CUT_S = 10.0
+LEARNT = 0.9
+"""The quickstart's reward, mean of its last five versions; at first it is below 0.3."""
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+    missing = what_is_missing()
+    if missing:
+        assert "FLEXMARL_COMPOSE_REQUIRED" not in os.environ, missing
+        pytest.skip(missing)
+    project = f"flexmarl-test-{uuid.uuid4().hex[:6]}"
+    containers = Containers(project, tmp_path_factory.mktemp("runs"))
+    if "FLEXMARL_COMPOSE_BUILT" not in os.environ:
+        containers.build()
+    try:
+        containers.up(*SERVICES)
+        yield containers
+    finally:
+        containers.down()
+
+
+async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(cluster: Containers):
+    run_id = "hurt"
+    client = cluster.train(run_id, f"versions={VERSIONS}")
+    try:
+        for number, victim in enumerate(SERVICES, 1):
+            await reaches(cluster, run_id, number + 1)
+            cluster.kill(victim)
+            await eventually(
+                lambda v=victim: cluster.restarts(v) == 1 and cluster.health(v) == "healthy",
+                what=f"{victim} to come back",
+                timeout_s=180,
+                every_s=0.5,
+            )
+        await reaches(cluster, run_id, len(SERVICES) + 2)
+        with cluster.cut("trainer"):
+            await asyncio.sleep(CUT_S)
+        output, _ = await asyncio.to_thread(client.communicate, timeout=1500)
+    finally:
+        if client.poll() is None:
+            client.kill()
+            print(client.communicate()[0], cluster.logs(*SERVICES))
+    assert client.returncode == 0, output + cluster.logs(*SERVICES)
+    await assert_whole(f"{cluster.address('meg-store')}:7001", run_id, QUICKSTART)
+    rewards = [json.loads(line)["team_reward"] for line in metrics(cluster, run_id)]
+    assert len(rewards) == VERSIONS
+    assert rewards[0] < 0.3
+    if VERSIONS >= 60:
+        assert sum(rewards[-5:]) / 5 > LEARNT
+    for policy in ("splitter", "sorter", "merger"):
+        assert (cluster.runs / run_id / "policies" / policy / "model.safetensors").is_file()
+
+
+async def test_another_run_starts_clean(cluster: Containers):
+    size = Size()
+    sets = [part for part in size.overrides() if part != "--set"]
+    client = cluster.train("clean", *sets)
+    output, _ = await asyncio.to_thread(client.communicate, timeout=300)
+    assert client.returncode == 0, output + cluster.logs(*SERVICES)
+    await assert_whole(f"{cluster.address('meg-store')}:7001", "clean", size)
+
+
+async def reaches(cluster: Containers, run_id: str, version: int) -> None:
+    await eventually(
+        lambda: num_reports(cluster.runs / run_id) >= version,
+        what=f"version {version} of {run_id}",
+        timeout_s=300,
+        every_s=0.5,
+    )
+
+
+def metrics(cluster: Containers, run_id: str) -> list[str]:
+    return Path(cluster.runs / run_id / "metrics.jsonl").read_text().splitlines()
