@@ -18,7 +18,7 @@ from compose.compose_kit import Containers, what_is_missing
 from integration.cluster_harness import Size, eventually
 from integration.whole_run import assert_whole, num_reports
 
-SERVICES = ("meg-store", "dispatcher", "engine-host", "trainer", "orchestrator")
+SERVICES = ("meg-store", "rollout", "engine-host", "trainer", "orchestrator")
 VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "60"))
 QUICKSTART = Size(versions=VERSIONS, groups=32, samples=8)
 CUT_S = 10.0

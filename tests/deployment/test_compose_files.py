@@ -16,7 +16,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "docker-compose.yml"
 OVERLAYS = sorted((ROOT / "deploy/compose").glob("*.yml"))
-SERVICES = {"meg-store", "dispatcher", "engine-host", "trainer", "orchestrator"}
+SERVICES = {"meg-store", "rollout", "engine-host", "trainer", "orchestrator"}
 COMBINATIONS = [
     chosen for n in range(len(OVERLAYS) + 1) for chosen in itertools.combinations(OVERLAYS, n)
 ]
