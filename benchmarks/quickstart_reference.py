@@ -93,6 +93,9 @@ class Learner:
         gain = torch.tensor(advantages)[:, None] * chosen
         bonus = self.config.loss.entropy_at(self.num_updates) * entropy
         loss: Tensor = -((gain + bonus) * mask).sum() / mask.sum()
+        rate = self.config.optimizer.rate().at(self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)

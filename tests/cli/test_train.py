@@ -110,6 +110,17 @@ def start(tmp_path):
     shutil.rmtree(shm, ignore_errors=True)
 
 
+def errors_logged(folder: Path) -> list[str]:
+    """What the services of a local cluster have logged as errors."""
+    lines = [
+        line
+        for path in sorted((folder / ".flexmarl" / "logs").glob("*.log"))
+        for line in path.read_text().splitlines()
+    ]
+    assert lines
+    return [line for line in lines if '"level": "error"' in line]
+
+
 @pytest.mark.timeout(400)
 def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -138,6 +149,7 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
     for policy in ("splitter", "sorter", "merger"):
         path = folder / "policies" / policy
         assert f"policy {policy}: {path}" in resumed.lines
+    assert errors_logged(tmp_path) == [], "neither stop is an error of any service"
         AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
 
 

@@ -136,6 +136,9 @@ class Worker:
                     _log.warning("worker_died", slot=self.slot, pid=self.pid)
             except DomainError as error:
                 _log.error("worker_not_started", slot=self.slot, error=str(error))
+            except asyncio.CancelledError:
+                self._was_warm = False  # the trainer closes: nobody has to hear of this end
+                raise
             finally:
                 self._end()
             failures = 0 if self._replaced else failures + 1
