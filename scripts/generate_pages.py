@@ -1,16 +1,24 @@
-"""Regenerates the documents that show tables of the code; --check says if they are up to date."""
+"""Regenerates the documents that show what is in the code; --check says if they are current."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from flexmarl.client.trajectory_schema import TABLES
 from flexmarl.core.states import MACHINES, Machine
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, only its own folder is there
+
+from scripts.reference.cli_page import cli_page  # noqa: E402
+from scripts.reference.config_page import config_page  # noqa: E402
+from scripts.reference.dashboard import dashboard  # noqa: E402
+from scripts.reference.metrics_page import metrics_page  # noqa: E402
+from scripts.reference.protos_page import PACKAGES, protos_page  # noqa: E402
 
 _STATES = """# States
 
@@ -55,10 +63,15 @@ def trajectories_page() -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "states.md": states_page,
-    "trajectories.md": trajectories_page,
+    "docs/states.md": states_page,
+    "docs/trajectories.md": trajectories_page,
+    "docs/reference/config.md": config_page,
+    "docs/reference/cli.md": cli_page,
+    "docs/reference/metrics.md": metrics_page,
+    **{f"docs/reference/api_{package}.md": partial(protos_page, package) for package in PACKAGES},
+    "deploy/grafana/dashboards/flexmarl.json": dashboard,
 }
-"""Each generated document, by its name below docs."""
+"""Each generated document, by its place in the repository."""
 
 
 def _machine(machine: Machine) -> Iterator[str]:
@@ -94,11 +107,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on drift")
     check = parser.parse_args().check
     for name, page in PAGES.items():
-        path = DOCS / name
+        path = ROOT / name
         if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(page(), encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != page():
-            sys.exit(f"docs/{name} is out of date, run scripts/{Path(__file__).name}")
+            sys.exit(f"{name} is out of date, run scripts/{Path(__file__).name}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,6 @@ from scripts.generate_pages import PAGES
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_page_is_generated_from_the_tables(root: Path, name: str) -> None:
-    assert (root / "docs" / name).read_text(encoding="utf-8") == PAGES[name](), (
+    assert (root / name).read_text(encoding="utf-8") == PAGES[name](), (
         "run scripts/generate_pages.py"
     )

@@ -89,7 +89,8 @@ def test_a_policy_that_trains_on_nothing_is_named_with_the_reasons():
 def test_the_screen_shows_what_matters():
     console = Console(width=140, record=True, force_terminal=False)
     history = [numbers_of(report(0, 0.125)), numbers_of(report(1, 0.25))]
-    progress = message(waits=("8 samples of sorter",)).progress
+    progress = message(waits=("8 samples of sorter", "store: commit version 3")).progress
+    progress.reasons.add(what="store: commit version 3", waited_ms=2500)
     console.print(render(progress, history, elapsed_s=12.0))
     text = console.export_text()
     for part in (
@@ -102,7 +103,8 @@ def test_the_screen_shows_what_matters():
         "rollout 0.75",
         "3000 tokens/s",
         "rollout 50% busy",
-        "waits for: 8 samples of sorter",
+        "waits for 8 samples of sorter\n",
+        "waits for store: commit version 3 (2.5 s)",
     ):
         assert part in text, text
     row = next(line for line in text.splitlines() if "sorter-0 v2" in line)

@@ -10,6 +10,7 @@ from flexmarl.client.timeline import (
     TraceSpan,
     batch_spans,
     queue_counters,
+    recorded_span,
     vertex_spans,
     write_trace,
 )
@@ -55,6 +56,40 @@ def test_a_batch_lasts_from_commit_to_commit():
     ]
     (span,) = batch_spans(manifests)
     assert (span.name, span.start_ns, span.end_ns) == ("batch 0", 1000, 5000)
+
+
+def test_the_parts_of_a_step_lie_within_its_batch(tmp_path: Path):
+    parts = {"step/hand_over_s": 1.0, "step/rollout_s": 4.0, "step/training_tail_s": 2.0}
+    # The clocks differ a little: the parts are longer than the batch.
+    batch = graph_pb2.BatchRecord(batch=0, metrics={**parts, "step/commit_s": 9.0})
+    manifests = [
+        graph_pb2.Manifest(version=0, committed_unix_ns=10_000_000_000),
+        graph_pb2.Manifest(version=1, committed_unix_ns=16_500_000_000, batch=batch),
+    ]
+    write_trace(batch_spans(manifests), tmp_path / "t.json")
+    work, _ = read(tmp_path / "t.json")
+    assert {event["tid"] for event in work} == {1}
+    assert [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in work] == [
+        ("batch 0", 0, 6.5),
+        ("hand over", 0, 1),
+        ("rollout", 1, 4),
+        ("training tail", 5, 1.5),
+        ("commit", 6.5, 0),
+    ]
+
+
+def test_recorded_tracks_stand_with_their_kind():
+    kinds = {
+        ("trainer", "slot/slot0"): ("slots", "slot0"),
+        ("trainer", "swap/slot0"): ("swaps", "slot0"),
+        ("orchestrator", "policy/solver"): ("policies", "solver"),
+        ("rollout", "moves/solver-0"): ("moves", "solver-0"),
+        ("orchestrator", "orchestrator"): ("orchestrator", "orchestrator"),
+    }
+    for (service, track), expected in kinds.items():
+        span = recorded_span(service, track, "x", 1.0, 2.0, {})
+        assert (span.process, span.track) == expected
+        assert (span.start_ns, span.end_ns) == (10**9, 2 * 10**9)
 
 
 def test_an_empty_timeline_is_still_a_trace(tmp_path: Path):

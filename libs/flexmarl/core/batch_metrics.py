@@ -118,6 +118,9 @@ def batch_metrics(batch: BatchGroups, training: Training, *, step_s: float) -> d
         "num_failed": float(sum(fact.status is SampleStatus.FAILED for fact in facts)),
         "zero_variance_groups": float(sum(g.zero_variance for g in batch.groups.values())),
     }
+    for reason in (failure_reason(fact) for fact in facts if fact.status is SampleStatus.FAILED):
+        name = f"sample_failures/{reason}"
+        metrics[name] = metrics.get(name, 0.0) + 1.0
     if team:
         metrics["team_reward"] = _mean(team)
     metrics.update(reward_alarms(facts))
@@ -165,6 +168,11 @@ def _all_of(rewards: Rewards) -> Iterator[float]:
         yield rewards.team
     yield from rewards.agents.values()
     yield from rewards.vertices.values()
+
+
+def failure_reason(fact: SampleFact) -> str:
+    """Why a sample failed, by the error catalogue."""
+    return ErrorReason.INTERNAL.value if fact.failure is None else fact.failure.reason
 
 
 def num_groups(batch: BatchGroups, status: GroupStatus) -> int:

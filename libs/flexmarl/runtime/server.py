@@ -23,7 +23,16 @@ from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.health import Health
 from flexmarl.runtime.interceptors import CallInterceptor
 from flexmarl.runtime.logging import get_logger
-from flexmarl.runtime.metrics import MetricsEndpoint, RpcStats, new_registry
+from flexmarl.runtime.metrics import (
+    RPC_METRICS,
+    MetricsEndpoint,
+    MetricSource,
+    MetricSpec,
+    Read,
+    RpcStats,
+    new_registry,
+    on_loop,
+)
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 _EXEMPT = (
@@ -61,6 +70,9 @@ class GrpcServer:
         long_lived: Full method names (`/package.Service/Method`) of streams without a
             deadline; by default the project's.
         registry: Where RPC metrics go; a new one by default.
+
+    Attributes:
+        stats: Counts and latencies of its calls.
     """
 
     def __init__(
@@ -78,10 +90,10 @@ class GrpcServer:
         self._name = name
         self._add_to_server = tuple(add_to_server)
         self._services = tuple(services)
-        self._stats = RpcStats(name)
-        self.registry.register(self._stats)
+        self.stats = RpcStats(name)
+        self.registry.register(MetricSource(RPC_METRICS, self.stats.readings))
         self._interceptor = CallInterceptor(
-            stats=self._stats, without_deadline=(*long_lived, *_EXEMPT)
+            stats=self.stats, without_deadline=(*long_lived, *_EXEMPT)
         )
         self._health = Health(self._services)
         self._drain_hooks: list[DrainHook] = []
@@ -146,6 +158,10 @@ class GrpcServer:
         """
         self._health.set_ready(ready, service=service)
         self._announce()
+
+    def add_metrics(self, specs: Sequence[MetricSpec], read: Read) -> None:
+        """Expose the service's own metrics; `read` runs on this event loop at each scrape."""
+        self.registry.register(MetricSource(specs, on_loop(read)))
 
     def on_drain(self, hook: DrainHook) -> None:
         """Run `hook` at stop, before calls are cut; it ends long-lived streams and flushes."""

@@ -207,6 +207,26 @@ def why(
 
 
 @app.command()
+def top(
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="Run; by default the one that goes on.")
+    ] = "",
+    once: Annotated[
+        bool, typer.Option("--once", help="Show it once; so too where the output is no terminal.")
+    ] = False,
+    data_dir: DataDir = DATA_DIR,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run: rewards, queues, instances, slots, parts of the step, waits."""
+    from flexmarl.cli.commands.top import top as command
+
+    raise typer.Exit(
+        command(run, data_dir=data_dir, cluster=cluster or [], once=once, as_json=as_json)
+    )
+
+
+@app.command()
 def export(
     run: RunId,
     policy: Annotated[str, typer.Option("--policy", help="Policy to export.")],

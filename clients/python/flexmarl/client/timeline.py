@@ -1,8 +1,10 @@
 """One timeline of a run as Chrome trace JSON; opens in Perfetto and chrome://tracing.
 
-Tracks, grouped as processes of the trace: `batches` (from commit to commit), `instances` (each
-request while it was served), `queues` (how many requests waited, a curve per policy), and the spans
-that the services recorded.
+Tracks, grouped as processes of the trace: `batches` (from commit to commit, and below it the parts
+of the step), `instances` (each request while it was served), `queues` (how many requests waited, a
+curve per policy), and what the services recorded: `policies` (work handed to trainers), `slots`
+(work on devices), `swaps` (state moved onto and off them), `moves` (instances between policies),
+`weights` (instances that load them), `orchestrator`.
 
 Format: "Trace Event Format" with times in microseconds: complete events (`ph: X`), counters
 (`ph: C`), and metadata events (`ph: M`) that name processes and threads.
@@ -14,12 +16,24 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 
 _STATUS = common_pb2.VertexStatus
+
+PROCESSES: Final = {
+    "policy": "policies",
+    "slot": "slots",
+    "swap": "swaps",
+    "moves": "moves",
+    "weights": "weights",
+}
+"""Process of the trace by the first word of a recorded track; others are their service's."""
+
+_PARTS: Final = ("hand_over", "rollout", "training_tail")
+"""Parts of a step from the commit before it; what is left up to its own commit is that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ def queue_counters(vertices: Iterable[graph_pb2.VertexMeta]) -> Iterator[TraceCo
 
 
 def batch_spans(manifests: Iterable[graph_pb2.Manifest]) -> Iterator[TraceSpan]:
-    """Each batch from the commit before it to its own."""
+    """Each batch from the commit before it to its own, and the parts of its step within it."""
     before_ns = 0
     for manifest in manifests:
         if before_ns and manifest.HasField("batch"):
@@ -111,7 +125,39 @@ def batch_spans(manifests: Iterable[graph_pb2.Manifest]) -> Iterator[TraceSpan]:
                 manifest.committed_unix_ns,
                 {"version": manifest.version, **dict(manifest.batch.metrics)},
             )
+            yield from _step_spans(manifest, before_ns)
         before_ns = manifest.committed_unix_ns
+
+
+def _step_spans(manifest: graph_pb2.Manifest, start_ns: int) -> Iterator[TraceSpan]:
+    """The parts were measured by another clock: the last one takes what is over or missing."""
+    metrics, end_ns = manifest.batch.metrics, manifest.committed_unix_ns
+    if not all(f"step/{part}_s" in metrics for part in _PARTS):
+        return
+    for part in (*_PARTS, "commit"):
+        length_ns = int(metrics.get(f"step/{part}_s", 0.0) * 1e9)
+        stop_ns = end_ns if part == "commit" else min(start_ns + length_ns, end_ns)
+        yield TraceSpan("batches", "team", part.replace("_", " "), start_ns, stop_ns)
+        start_ns = stop_ns
+
+
+def recorded_span(
+    service: str, track: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any]
+) -> TraceSpan:
+    """A span that a service recorded, in the process that its track belongs to.
+
+    Args:
+        service: Who recorded it.
+        track: Track, such as `slot/slot0`.
+        name: What was done.
+        start_s: Unix seconds.
+        end_s: Unix seconds.
+        args: Ids and counts.
+    """
+    word, _, rest = track.partition("/")
+    process = PROCESSES.get(word, service)
+    start_ns, end_ns = int(start_s * 1e9), int(end_s * 1e9)
+    return TraceSpan(process, rest or word, name, start_ns, end_ns, args, overlapping=True)
 
 
 def write_trace(
@@ -124,7 +170,8 @@ def write_trace(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    ordered = sorted(spans, key=lambda span: span.start_ns)
+    # A span before those within it, so that they nest.
+    ordered = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')

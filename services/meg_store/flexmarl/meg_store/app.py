@@ -8,12 +8,12 @@ import sys
 from functools import partial
 
 from flexmarl.meg_store.config import MegStoreConfig
+from flexmarl.meg_store.metrics import METRICS, readings
 from flexmarl.meg_store.rocks_backend import RocksBackend
 from flexmarl.meg_store.servicer import SERVICE, Servicer, add_to_server
 from flexmarl.meg_store.shard import Shard
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
-from flexmarl.runtime.metrics import GaugeSource
 from flexmarl.runtime.server import GrpcServer, write_json_atomically
 
 _log = get_logger(__name__)
@@ -53,7 +53,7 @@ async def serve(config: MegStoreConfig) -> None:
     background = Background(lambda name, error: server.request_stop(f"{name} failed", error))
     shard = Shard(backend, config.store, on_fatal=_die, start=background.start)
     await shard.recover()
-    _add_gauges(server, shard)
+    server.add_metrics(METRICS, partial(readings, shard, server.stats, service=SERVICE))
     servicer.open(shard)
     if config.store.durability == "process":
         _log.warning(
@@ -72,13 +72,6 @@ async def serve(config: MegStoreConfig) -> None:
         await server.stop()
         await background.close()
         await shard.close()
-
-
-def _add_gauges(server: GrpcServer, shard: Shard) -> None:
-    gauges = GaugeSource()
-    for name in shard.numbers():
-        gauges.add(f"store_{name}", f"{name} of the store", lambda name=name: shard.numbers()[name])
-    server.registry.register(gauges)
 
 
 def _die(error: BaseException) -> None:

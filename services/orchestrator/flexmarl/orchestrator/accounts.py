@@ -150,5 +150,6 @@ class Accounts:
             batch=manifest.batch,
             committed_unix_ns=manifest.committed_unix_ns,
         )
+        self._context.totals.committed(manifest.batch)
         self._context.reports.append(report)
         del self._context.reports[:-MAX_REPORTS]

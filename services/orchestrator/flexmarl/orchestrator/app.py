@@ -11,6 +11,7 @@ from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import (
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.orchestrator.config import OrchestratorConfig
+from flexmarl.orchestrator.metrics import METRICS, readings
 from flexmarl.orchestrator.runs import Runs
 from flexmarl.orchestrator.servicer import SERVICE, Servicer
 from flexmarl.runtime.aio import Background
@@ -39,6 +40,7 @@ async def serve(config: OrchestratorConfig) -> None:
         add_to_server=[partial(add_OrchestratorServiceServicer_to_server, Servicer(runs))],
         services=[SERVICE],
     )
+    server.add_metrics(METRICS, lambda: readings(runs.newest(), runs.totals))
     await server.start()
     # Runs stay RUNNING in the store and go on at the next start.
     server.on_drain(runs.close)

@@ -17,6 +17,7 @@ from flexmarl.core.dataset_order import DatasetOrder
 from flexmarl.core.ids import BatchId, is_evaluation
 from flexmarl.core.version_return import batch_attempt
 from flexmarl.orchestrator.calls import fenced
+from flexmarl.orchestrator.totals import Totals
 from flexmarl.runtime.dataset import Queries
 from flexmarl.runtime.run_config import RunConfig
 
@@ -32,6 +33,7 @@ class RunContext:
         store: Its shards.
         home: Address of the home shard, as this orchestrator knows it.
         queries: Its queries, held-out ones apart.
+        totals: Running sums of the process.
         returned_to: Versions that the run returned to, as later state was lost.
         manifest: Newest committed manifest; None before version 0.
         states: Newest saved state record of each policy.
@@ -50,6 +52,7 @@ class RunContext:
     store: RunStore
     home: common_pb2.ShardAddress
     queries: Queries
+    totals: Totals
     returned_to: tuple[int, ...] = ()
     manifest: graph_pb2.Manifest | None = None
     states: dict[str, graph_pb2.StateRecord] = field(default_factory=dict)

@@ -206,6 +206,7 @@ class Driver:
             self._inbox.push(EffectFailed(effect, failure))
         except DomainError as error:
             _log.warning("effect_failed", waits=effect.waits, error=str(error))
+            self._context.totals.effect_failures[type(effect).__name__, error.reason.value] += 1
             self._inbox.push(EffectFailed(effect, failure_of_error(error)))
         except Exception as error:  # noqa: BLE001 - an effect's end is told, whatever it is
             _log.exception("effect_raised", waits=effect.waits)

@@ -33,6 +33,7 @@ from flexmarl.orchestrator.recovery import read_stored_run
 from flexmarl.orchestrator.rollout_effects import RolloutEffects
 from flexmarl.orchestrator.rules import parse_config
 from flexmarl.orchestrator.shard_loss import lost_shard
+from flexmarl.orchestrator.totals import Totals
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
 from flexmarl.orchestrator.version_return import return_to_whole
 from flexmarl.runtime.dataset import Queries, QueryFile, read_queries
@@ -57,6 +58,7 @@ class LiveRun:
         rollout: Client of the dispatcher.
         trainers: Clients of the trainers.
         spans: Recorder of the process.
+        totals: Running sums of the process.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class LiveRun:
         rollout: RolloutClient,
         trainers: Sequence[TrainerClient],
         spans: SpanRecorder,
+        totals: Totals,
     ) -> None:
         self.run_id = run.run_id
         self.home = home
@@ -80,6 +83,7 @@ class LiveRun:
         self._config = config
         self._clients = (rollout, tuple(trainers))
         self._spans = spans
+        self._totals = totals
         self._context: RunContext | None = None
         self._driver: Driver | None = None
         self._stop: bool | None = None
@@ -181,6 +185,7 @@ class LiveRun:
             store=self.store,
             home=self.home,
             queries=Queries(),
+            totals=self._totals,
         )
         known_rows: dict[str, tuple[Row, ...]] = {}
         if self._context is not None:

@@ -19,6 +19,7 @@ from flexmarl.orchestrator.live_run import LiveRun
 from flexmarl.orchestrator.moved_shards import moved_shards
 from flexmarl.orchestrator.owned_runs import OwnedRun, OwnedRuns
 from flexmarl.orchestrator.rules import check_changes, parse_config
+from flexmarl.orchestrator.totals import Totals
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.spans import SpanRecorder
@@ -41,6 +42,9 @@ _ENDED: Final = frozenset(
 class Runs:
     """The runs that this process drives or has driven; one at a time is driven.
 
+    Attributes:
+        totals: Running sums over all of them.
+
     Args:
         config: Of the service.
         background: Owner of the runs' tasks.
@@ -58,6 +62,7 @@ class Runs:
         trainers: Sequence[TrainerClient],
         spans: SpanRecorder,
     ) -> None:
+        self.totals = Totals()
         self._config = config
         self._background = background
         self._rollout = rollout
@@ -154,6 +159,11 @@ class Runs:
         """
         return self._require(run_id).progress
 
+    def newest(self) -> pb.RunProgress | None:
+        """Where the run stands that was taken up last."""
+        live = next(reversed(self._runs.values()), None)
+        return None if live is None else live.progress
+
     async def watch(
         self, run_id: str, *, from_version: int, interval_s: float
     ) -> AsyncIterator[pb.WatchProgressResponse]:
@@ -224,6 +234,7 @@ class Runs:
             rollout=self._rollout,
             trainers=self._trainers,
             spans=self._spans,
+            totals=self.totals,
         )
         if run.status in _ENDED and not resume:
             raise DomainError(

@@ -13,6 +13,7 @@ from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.server import GrpcServer
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.metrics import METRICS, readings
 from flexmarl.trainer.operations import Operations
 from flexmarl.trainer.pool import PRELOAD
 from flexmarl.trainer.servicer import SERVICE, Servicer
@@ -51,7 +52,17 @@ async def serve(config: TrainerConfig) -> None:
         ):
             trainer = Trainer(config, children, tasks, spans=spans)
             tasks.start("spans", spans.keep_flushing(span_dir))
-            servicer.open(trainer, Operations(tasks, max_kept=config.max_operations))
+            operations = Operations(tasks, max_kept=config.max_operations)
+            servicer.open(trainer, operations)
+            server.add_metrics(
+                METRICS,
+                lambda: readings(
+                    trainer.status(),
+                    trainer.totals,
+                    starts=trainer.starts(),
+                    failures=operations.failures,
+                ),
+            )
             server.on_drain(servicer.drain)
             tasks.start("readiness", _report_ready(trainer, server))
             try:

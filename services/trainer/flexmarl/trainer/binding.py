@@ -43,7 +43,11 @@ class Binding:
         self._parts = parts
         self._state = PolicyState(parts, check=self._check_claimed)
         self._turns = Turns(
-            parts.claim, max_queued=parts.max_queued, spans=parts.spans, check=self._check_claimed
+            parts.claim,
+            max_queued=parts.max_queued,
+            spans=parts.spans,
+            totals=parts.totals,
+            check=self._check_claimed,
         )
         self.lost = False
 

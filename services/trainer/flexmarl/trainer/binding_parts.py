@@ -11,6 +11,7 @@ from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import StateSegments
+from flexmarl.trainer.totals import Totals
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class BindingParts:
         store: Home store.
         segments: Its segments.
         spans: Timeline.
+        totals: Running sums of the trainer.
         max_queued: Most operations that wait.
         budget: Outlives the binding.
         cold_start: Replace the workers when the policy is suspended.
@@ -49,6 +51,7 @@ class BindingParts:
     store: StoreClient
     segments: StateSegments
     spans: SpanRecorder
+    totals: Totals
     max_queued: int
     budget: PassBudget
     cold_start: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -40,12 +40,16 @@ class _Entry:
 class Operations:
     """Starts operations, answers who waits for them, keeps ended ones for a while.
 
+    Attributes:
+        failures: Those that failed, by reason.
+
     Args:
         background: Owner of the tasks.
         max_kept: Most operations remembered; the oldest ended ones go first.
     """
 
     def __init__(self, background: Background, *, max_kept: int) -> None:
+        self.failures: Counter[str] = Counter()
         self._background = background
         self._max_kept = max_kept
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -73,7 +77,7 @@ class Operations:
         entry = self._entries[request_id] = _Entry(payload_hash, operation, asyncio.Event())
         name = f"{type(request).__name__} {request_id}"
         entry.task = self._background.start(name, self._run(entry, work))
-        entry.task.add_done_callback(lambda _: _end(entry))
+        entry.task.add_done_callback(lambda _: self._ended(entry))
         return operation
 
     async def wait(self, operation_id: str, *, timeout_s: float) -> trainer_pb2.Operation:
@@ -117,6 +121,11 @@ class Operations:
             operation.failure.CopyFrom(
                 common_pb2.Failure(reason=ErrorReason.INTERNAL, message="see the trainer's log")
             )
+
+    def _ended(self, entry: _Entry) -> None:
+        _end(entry)
+        if entry.operation.HasField("failure"):
+            self.failures[entry.operation.failure.reason] += 1
 
     def _make_room(self) -> None:
         while len(self._entries) >= self._max_kept:

@@ -14,6 +14,7 @@ from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient
 from flexmarl.trainer.state_layout import segment_specs
+from flexmarl.trainer.totals import IN, OUT, Traffic
 
 HOLDER = "trainer"
 
@@ -50,6 +51,7 @@ class StateSegments:
         tier: "memory" or "disk".
         weights_dtype: Dtype that engines load.
         moments: Prefixes of the optimizer's moments.
+        traffic: Added to: bytes that ranks read and write.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class StateSegments:
         tier: str,
         weights_dtype: str,
         moments: tuple[str, ...],
+        traffic: Traffic,
     ) -> None:
         self._store = store
         self._names = names
         self._tier = _TIERS[tier]
         self._weights_dtype = weights_dtype
         self._moments = moments
+        self._traffic = traffic
 
     @asynccontextmanager
     async def opened(
@@ -75,6 +79,7 @@ class StateSegments:
         readers: list[SegmentReader] = await asyncio.gather(
             *(self._open(ref.key) for ref in refs.values())
         )
+        self._traffic[IN] += sum(ref.size_bytes for ref in refs.values())
         try:
             yield [
                 rank_pb2.MappedSegment(
@@ -121,7 +126,7 @@ class StateSegments:
                 for kind in kinds
             )
         )
-        return StateTargets(dict(zip(kinds, writers, strict=True)))
+        return StateTargets(dict(zip(kinds, writers, strict=True)), self._traffic)
 
     async def _open(self, key: str) -> SegmentReader:
         return await self._store.open_segment(self._names.run_id, key, holder=HOLDER)
@@ -142,8 +147,9 @@ class StateSegments:
 class StateTargets:
     """Allocated segments, by kind, until they are sealed."""
 
-    def __init__(self, writers: dict[str, tuple[str, SegmentWriter]]) -> None:
+    def __init__(self, writers: dict[str, tuple[str, SegmentWriter]], traffic: Traffic) -> None:
         self._writers = writers
+        self._traffic = traffic
 
     def for_ranks(self) -> list[rank_pb2.MappedSegment]:
         """What the ranks map and fill."""
@@ -160,6 +166,7 @@ class StateTargets:
                 for kind, (_, writer) in self._writers.items()
             )
         )
+        self._traffic[OUT] += sum(ref.size_bytes for ref in refs)
         return dict(zip(self._writers, refs, strict=True))
 
     def abandon(self) -> None:

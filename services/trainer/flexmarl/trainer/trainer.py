@@ -28,6 +28,7 @@ from flexmarl.trainer.pool import WorkerPool
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import SegmentNames, StateSegments
 from flexmarl.trainer.state_layout import MOMENTS
+from flexmarl.trainer.totals import Totals
 
 _log = get_logger(__name__)
 
@@ -47,6 +48,9 @@ class OpenRun:
 class Trainer:
     """Runs, bindings and slots of one trainer.
 
+    Attributes:
+        totals: Running sums since its start.
+
     Args:
         config: Configuration.
         children: Starts worker processes.
@@ -63,6 +67,7 @@ class Trainer:
         spans: SpanRecorder,
     ) -> None:
         self.incarnation = uuid.uuid4().hex
+        self.totals = Totals()
         self._config = config
         self._spans = spans
         self._runs: dict[str, OpenRun] = {}
@@ -179,6 +184,10 @@ class Trainer:
         """Returns a reader of rows, in order, from the shards that hold them."""
         return self._run(run_id).store.get_vertices(run_id, rows)
 
+    def starts(self) -> dict[str, int]:
+        """Workers that became warm so far, by slot."""
+        return {slot: worker.generation for slot, worker in self._pool.workers.items()}
+
     def status(self) -> trainer_pb2.TrainerStatus:
         """Returns slots and what they do; the clock is the servicer's."""
         return trainer_pb2.TrainerStatus(
@@ -229,6 +238,7 @@ class Trainer:
             tier=config.trainer.tier,
             weights_dtype=config.rollout.dtype,
             moments=MOMENTS[config.optimizer.kind],
+            traffic=self.totals.traffic_of(policy),
         )
 
     def _parts(self, run: OpenRun, claim: Claim) -> BindingParts:
@@ -245,6 +255,7 @@ class Trainer:
             segments=self._segments(run, policy, term=claim.term),
             budget=self._budgets.setdefault(claim.key, PassBudget()),
             spans=self._spans,
+            totals=self.totals,
             max_queued=self._config.max_queued_per_policy,
             cold_start=self._config.cold_start,
             on_lost=self._lost,

@@ -14,6 +14,7 @@ from flexmarl.client.timeline import (
     TraceSpan,
     batch_spans,
     queue_counters,
+    recorded_span,
     vertex_spans,
     write_trace,
 )
@@ -40,16 +41,11 @@ def timeline(run_id: str, *, out: Path, data_dir: Path, cluster: Sequence[str]) 
 
 def _service_spans(folder: ClusterFolder, run_id: str) -> Iterator[TraceSpan]:
     for name in SERVICES:
-        for place in (folder.service(name), folder.service(name) / "spans"):
+        spans = folder.service(name) / "spans"
+        for place in (spans, spans / run_id):  # the dispatcher keeps each run's apart
             for _, span in read_spans(place):
                 # A span without a run is the service's own, such as a swap of slots.
                 if span.args.get("run", run_id) == run_id:
-                    yield TraceSpan(
-                        name,
-                        span.track,
-                        span.name,
-                        int(span.start_s * 1e9),
-                        int(span.end_s * 1e9),
-                        span.args,
-                        overlapping=True,
+                    yield recorded_span(
+                        name, span.track, span.name, span.start_s, span.end_s, span.args
                     )

@@ -19,8 +19,11 @@ from flexmarl.cli.progress.report import (
     numbers_of,
 )
 
+HISTORY = 40
+"""Versions that the curves show."""
+
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 40
+_MAX_WAITS = 6
 _STATES = {
     engine_pb2.INSTANCE_STATE_STARTING: "starting",
     engine_pb2.INSTANCE_STATE_EMPTY: "empty",
@@ -76,9 +79,9 @@ def render(
     progress: orchestrator_pb2.RunProgress,
     history: list[VersionNumbers],
     *,
-    elapsed_s: float,
+    elapsed_s: float | None = None,
 ) -> RenderableType:
-    """The screen: heading, rewards, policies, slots, step, waits."""
+    """The screen: heading, rewards, policies, slots, step, waits; the longest wait first."""
     parts: list[RenderableType] = [_heading(progress, history, elapsed_s)]
     if history:
         parts += [_rewards(history), _step(history[-1])]
@@ -87,14 +90,28 @@ def render(
             parts.append(Text(f"not trained at version {history[-1].version}: {idle}", style="red"))
         parts += [Text(f"ALARM: {alarm}", style="bold red") for alarm in history[-1].alarms]
     parts += [_policies(progress), _slots(progress)]
-    parts += [Text(f"waits for: {wait}", style="yellow") for wait in progress.waits]
+    parts += [Text(line, style="yellow") for line in _waits(progress)]
     return Group(*parts)
+
+
+def instance_state(state: engine_pb2.InstanceState.ValueType) -> str:
+    """What an instance does, in a word."""
+    return _STATES.get(state, "unknown")
+
+
+def _waits(progress: orchestrator_pb2.RunProgress) -> list[str]:
+    """Waits that are explained come with their length, the others by name alone."""
+    explained = {reason.what: reason.waited_ms / 1e3 for reason in progress.reasons}
+    lines = [f"waits for {what} ({waited_s:.1f} s)" for what, waited_s in explained.items()]
+    lines += [f"waits for {what}" for what in progress.waits if what not in explained]
+    more = len(lines) - _MAX_WAITS
+    return lines[:_MAX_WAITS] + ([f"and {more} more: flexmarl why"] if more > 0 else [])
 
 
 def _heading(
     progress: orchestrator_pb2.RunProgress,
     history: list[VersionNumbers],
-    elapsed_s: float,
+    elapsed_s: float | None,
 ) -> Text:
     ended = sum(item.metrics.get("num_samples", 0.0) for item in history)
     seen = round(ended) + (progress.num_samples_ended if progress.stage == "rollout" else 0)
@@ -103,7 +120,7 @@ def _heading(
         f"  version {progress.version}/{progress.num_versions}  {progress.stage}",
         f"  groups {progress.num_groups_closed}/{progress.num_groups}",
         f"  samples {progress.num_samples_ended}/{progress.num_samples} ({seen} seen)",
-        f"  {elapsed_s:.0f} s",
+        "" if elapsed_s is None else f"  {elapsed_s:.0f} s",
     )
 
 
@@ -122,7 +139,7 @@ def _rewards(history: list[VersionNumbers]) -> Table:
 
 def _curve(values: list[float]) -> str:
     """A line of bars for the newest values, scaled to their own range."""
-    shown = values[-_HISTORY:]
+    shown = values[-HISTORY:]
     low, high = min(shown), max(shown)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
@@ -146,7 +163,7 @@ def _policies(progress: orchestrator_pb2.RunProgress) -> Table:
         table.add_column(name, justify="left" if name in ("policy", "instances") else "right")
     instances: dict[str, list[str]] = {}
     for instance in progress.instances:
-        state = _STATES.get(instance.state, "unknown")
+        state = instance_state(instance.state)
         label = f"{instance.instance_id} v{instance.version} {state} {instance.busy_fraction:.0%}"
         for policy in instance.policies:
             instances.setdefault(policy, []).append(label)

@@ -9,6 +9,7 @@ from typing import Final
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.hosts import Hosts
+from flexmarl.rollout.dispatcher.metrics import METRICS, readings
 from flexmarl.rollout.dispatcher.opener import RunOpener
 from flexmarl.rollout.dispatcher.rewards import REWARD_MODULE
 from flexmarl.rollout.dispatcher.rollout import Rollout
@@ -48,6 +49,8 @@ async def run(config: RolloutConfig) -> None:
             add_to_server=[partial(add_RolloutServiceServicer_to_server, servicer)],
             services=[SERVICE],
         )
+
+        server.add_metrics(METRICS, lambda: readings(rollout.run))
 
         async def drain() -> None:
             servicer.stop()

@@ -104,6 +104,7 @@ class CallDesk:
 
     Attributes:
         counters: Vertices, tokens, retries, failures, duplicates since the start.
+        failures: Calls that failed for good, by reason.
         trace: What the core was told and what it decided; recorded when asked for.
     """
 
@@ -119,6 +120,7 @@ class CallDesk:
         record: bool = False,
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.trace: Trace | None = [] if record else None
         self._config = config
         self._hosts = hosts
@@ -465,6 +467,7 @@ class CallDesk:
         assert state is not None, "the core fails live vertices"
         sample = state.sample
         self.counters["failures"] += 1
+        self.failures[effect.reason] += 1
         failure = Failure(
             reason=effect.reason, message=effect.message, metadata={"agent": state.call.agent}
         )

@@ -93,6 +93,11 @@ class Fleet:
         self._met: set[str] = set()
         self._left_at: dict[str, str] = {}
 
+    @property
+    def loads(self) -> Mapping[str, tuple[int, float]]:
+        """Weights that instances took over, and the seconds of it, by policy."""
+        return self._orders.loads
+
     def start(self, desk: CallDesk) -> None:
         """Asks the connected hosts for instances.
 

@@ -46,6 +46,7 @@ class Instance:
         not_before: Time before which a refused load is not repeated.
         busy_since: Since when it has had a request; None while idle.
         busy_s: Busy time since `sampled_at`.
+        all_busy_s: Busy time since it was placed, up to when it was idle last.
         sampled_at: When the busy share was read last.
         heard_at: When it ended a request, was given its first one, or changed its state.
     """
@@ -59,6 +60,7 @@ class Instance:
     not_before: float = 0.0
     busy_since: float | None = None
     busy_s: float = 0.0
+    all_busy_s: float = 0.0
     sampled_at: float = 0.0
     heard_at: float = 0.0
 
@@ -92,7 +94,12 @@ class Instance:
             self.busy_since = self.heard_at = now
         elif not running and self.busy_since is not None:
             self.busy_s += now - max(self.busy_since, self.sampled_at)
+            self.all_busy_s += now - self.busy_since
             self.busy_since = None
+
+    def busy_seconds(self, now: float) -> float:
+        """Busy time since it was placed."""
+        return self.all_busy_s + (0.0 if self.busy_since is None else now - self.busy_since)
 
     def silent_s(self, now: float) -> float:
         """Since when something is waited for from it; 0 when nothing is."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -42,6 +43,10 @@ class _Moving:
 class Mover:
     """See the module.
 
+    Attributes:
+        moves: Moves begun, by giver, receiver, and what decided: a rule, or the forecast.
+        moved_s: Seconds of the moves that ended, from the decision until the instance served.
+
     Args:
         run_id: Run.
         section: Rule and its numbers.
@@ -61,6 +66,8 @@ class Mover:
         spans: SpanRecorder,
         open_versions: Callable[[], Mapping[int, int]],
     ) -> None:
+        self.moves: Counter[tuple[str, str, str]] = Counter()
+        self.moved_s = 0.0
         self._run_id = run_id
         self._section = section
         self._desk = desk
@@ -98,17 +105,17 @@ class Mover:
         loads = self._monitor.observe(self._loop.time())
         demands = self._desk.demands()
         for move in forecast_moves(loads, demands=demands, min_gain=FORECAST_GAIN):
-            self._begin(move)
+            self._begin(move, why="forecast")
 
     def _look(self) -> None:
         if self._vacating or not any(self._open_versions().values()):
             return
         now = self._loop.time()
         move = self._balancer.decide(self._monitor.observe(now), now)
-        if move is not None and self._begin(move):
+        if move is not None and self._begin(move, why=self._section.rule):
             self._balancer.moved(move.giver, move.receiver, now)
 
-    def _begin(self, move: Move) -> bool:
+    def _begin(self, move: Move, *, why: str) -> bool:
         """Vacates an instance of the giver; its last serving one stays (I10)."""
         able = [i for i in self._fleet.serving(move.giver) if i.instance_id not in self._vacating]
         if len(able) < 2:
@@ -127,6 +134,7 @@ class Mover:
             requests=self._desk.num_at(instance.instance_id),
         )
         self._desk.counters["moves"] += 1
+        self.moves[move.giver, move.receiver, why] += 1
         self._vacating[instance.instance_id] = _Moving(move, time.time())
         self._desk.vacate(instance.instance_id)
         return True
@@ -147,12 +155,13 @@ class Mover:
         if moving is None or moving.move.receiver not in instance.spec.policies:
             return
         del self._arriving[instance.instance_id]
-        move = moving.move
+        move, now = moving.move, time.time()
+        self.moved_s += now - moving.began_s
         self._spans.add(
             f"moves/{instance.instance_id}",
             f"{move.giver} to {move.receiver}",
             moving.began_s,
-            time.time(),
+            now,
             run=self._run_id,
             reason=move.reason,
         )

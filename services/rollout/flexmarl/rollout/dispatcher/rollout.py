@@ -37,6 +37,11 @@ class Rollout:
         self._run: Run | None = None
         self._opening = asyncio.Lock()
 
+    @property
+    def run(self) -> Run | None:
+        """The open run."""
+        return self._run
+
     async def open_run(self, run_id: str, shards: Iterable[ShardAddress], term: int) -> str:
         """Opens a run, or takes it over under a newer term.
 

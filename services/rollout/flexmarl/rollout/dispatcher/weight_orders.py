@@ -21,6 +21,9 @@ _log = get_logger(__name__)
 class WeightOrders:
     """See the module.
 
+    Attributes:
+        loads: Loads that ended with a serving instance, and their seconds, by policy.
+
     Args:
         run_id: Run.
         hosts: Connected hosts.
@@ -40,6 +43,7 @@ class WeightOrders:
         costs: MoveCosts,
         open_versions: Callable[[], Mapping[int, int]],
     ) -> None:
+        self.loads: dict[str, tuple[int, float]] = {}
         self._run_id = run_id
         self._hosts = hosts
         self._instances = instances
@@ -115,6 +119,8 @@ class WeightOrders:
         policy = instance.spec.policies[0]
         if instance.serving:
             self._costs.loaded(policy, now - since)
+            count, seconds = self.loads.get(policy, (0, 0.0))
+            self.loads[policy] = (count + 1, seconds + now - since)
         track = f"weights/{instance.instance_id}"
         name = f"load {policy} v{instance.status.version}"
         self._spans.add(track, name, since, now, run=self._run_id)

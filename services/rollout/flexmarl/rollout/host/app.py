@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
@@ -21,11 +21,13 @@ from flexmarl.rollout.host.attempts import AttemptBook
 from flexmarl.rollout.host.dispatcher_link import DispatcherLink
 from flexmarl.rollout.host.driver import InstanceDriver
 from flexmarl.rollout.host.launcher import Launcher
+from flexmarl.rollout.host.metrics import METRICS, readings
 from flexmarl.rollout.host.outbox import Outbox
 from flexmarl.rollout.host.store_access import Connect, StoreAccess
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import end_leftovers
 from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.metrics import Reading
 from flexmarl.runtime.server import GrpcServer
 
 HEALTH_NAME = "flexmarl.rollout.EngineHost"
@@ -77,6 +79,7 @@ async def run_host(
     host = Host(
         config, launcher=launcher, background=background, store=store, set_ready=server.set_ready
     )
+    server.add_metrics(METRICS, host.readings)
     await server.start()
     server.on_drain(host.drain)
     try:
@@ -141,6 +144,10 @@ class Host:
         self._background.start("attempt deadlines", self._driver.router.sweep())
         silence = self._driver.watch_silence(self._config.engine_silence_s)
         self._background.start("engine silence", silence)
+
+    def readings(self) -> Iterable[Reading]:
+        """Its metrics now."""
+        return readings(self._book, self._driver.statuses(), connected=self._connected)
 
     def close(self) -> None:
         """Act no more."""
