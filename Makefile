@@ -38,7 +38,7 @@ OVERLAYS ?=
 COMPOSE_RUN = $(COMPOSE) -f docker-compose.yml $(OVERLAYS:%=-f deploy/compose/%.yml)
 CONFIG ?= examples/quickstart/config.toml
 
-.PHONY: help setup vllm demo gsm8k test test-real test-compose prove chaos lint check bench protos clean
+.PHONY: help setup vllm demo gsm8k test test-real test-compose prove chaos lint check bench protos pages clean
 .PHONY: images up train down
 
 help: ## This list
@@ -138,6 +138,9 @@ constraints: $(STAMP) ## Write down the versions that are installed now, for eve
 
 protos: $(STAMP) ## Generate protos/gen anew
 	@$(BIN)/python scripts/generate_protos.py
+
+pages: $(STAMP) ## Generate docs/reference, tables of the docs and the dashboard anew
+	@$(BIN)/python scripts/generate_pages.py
 
 clean: ## Remove what was built or written here, runs/ and models/cache/ excepted
 	@rm -rf $(VENV) $(VLLM_VENV) dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,5 +12,5 @@ from scripts.generate_pages import PAGES
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_page_is_generated_from_the_tables(root: Path, name: str) -> None:
     assert (root / name).read_text(encoding="utf-8") == PAGES[name](), (
-        "run scripts/generate_pages.py"
+        "run `make pages` (scripts/generate_pages.py) and commit what it changes"
     )

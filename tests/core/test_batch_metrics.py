@@ -13,6 +13,7 @@ from flexmarl.core.batch_metrics import (
     StepClock,
     TrainMeans,
     batch_metrics,
+    failure_reason,
     num_groups,
     reward_alarms,
 )
@@ -87,6 +88,7 @@ def test_rewards_and_tokens() -> None:
         "num_samples": 2.0,
         "num_failed": 1.0,
         "zero_variance_groups": 0.0,
+        f"sample_failures/{RAISED.reason}": 1.0,
         "team_reward": 0.5,
         "reward/solver": 2.0,
         "metric/exact": 0.5,
@@ -132,6 +134,11 @@ def scored(**rewards: object) -> SampleFact:
 def unscored(reason: str) -> SampleFact:
     failure = RunFailure(reason=reason, message="no")
     return SampleFact(sample_id=ID, status=SampleStatus.FAILED, failure=failure)
+
+
+def test_a_failure_without_a_reason_is_an_internal_one() -> None:
+    assert failure_reason(unscored("REWARD_RAISED")) == "REWARD_RAISED"
+    assert failure_reason(SampleFact(sample_id=ID, status=SampleStatus.FAILED)) == "INTERNAL"
 
 
 @pytest.mark.parametrize(

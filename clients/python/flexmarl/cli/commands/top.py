@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -68,7 +68,7 @@ async def _newest(store_address: str) -> str:
     return next(going_on, runs[0]).run_id
 
 
-async def _messages(run_id: str, address: str) -> AsyncIterator[Message]:
+async def _messages(run_id: str, address: str) -> AsyncGenerator[Message, None]:
     """The state twice a second, at first with the newest reports; ends with the run."""
     async with OrchestratorClient.connect(address, patience_s=_PATIENCE_S) as orchestrator:
         now = await orchestrator.get_run_status(run_id)
@@ -86,9 +86,10 @@ async def _first(run_id: str, address: str) -> Message:
 async def _show(run_id: str, address: str) -> None:
     from rich.console import Console
 
-    with LiveView(Console()) as view:
-        async for message in _messages(run_id, address):
-            view.update(message)
+    with LiveView(Console(), timed=False) as view:
+        async with aclosing(_messages(run_id, address)) as messages:
+            async for message in messages:
+                view.update(message)
 
 
 def _print(message: Message, *, as_json: bool) -> None:

@@ -38,10 +38,12 @@ class LiveView:
 
     Args:
         console: Terminal to draw on.
+        timed: Whether the time since now is shown: it is the run's, for who has just started it.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, timed: bool = True) -> None:
         self._console = console
+        self._timed = timed
         self._history: list[VersionNumbers] = []
         self._progress = orchestrator_pb2.RunProgress(stage="starting")
         self._started_s = time.monotonic()
@@ -71,7 +73,7 @@ class LiveView:
         self._draw()
 
     def _draw(self) -> None:
-        elapsed_s = time.monotonic() - self._started_s
+        elapsed_s = time.monotonic() - self._started_s if self._timed else None
         self._live.update(render(self._progress, self._history, elapsed_s=elapsed_s))
 
 
