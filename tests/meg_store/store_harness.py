@@ -19,7 +19,9 @@ from pathlib import Path
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.channel import connect
 from flexmarl.client.store import StoreClient
+from flexmarl.core.peer_credentials import PeerCredentials
 from flexmarl.meg_store.backend import Backend
 from flexmarl.meg_store.config import StoreConfig
 from flexmarl.meg_store.memory_backend import MemoryBackend
@@ -37,9 +39,14 @@ SAMPLE = f"{GROUP}-s000a0"
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, backend: str = "rocks", **settings: object
+    folder: Path,
+    *,
+    backend: str = "rocks",
+    server_config: ServerConfig | None = None,
+    credentials: PeerCredentials | None = None,
+    **settings: object,
 ) -> AsyncIterator[tuple[StoreClient, Shard]]:
-    """A served shard in this process and a client of it."""
+    """A served shard in this process and a client of it, with these credentials."""
     memory_dir = Path(tempfile.mkdtemp(prefix="flexmarl-test-", dir="/dev/shm"))
     config = StoreConfig(
         data_dir=folder,
@@ -52,7 +59,7 @@ async def serving(
     failures: list[BaseException] = []
     servicer = Servicer()
     server = GrpcServer(
-        ServerConfig(reflection=False, grace_s=0.1),
+        server_config or ServerConfig(reflection=False, grace_s=0.1),
         name="meg_store",
         add_to_server=[partial(add_to_server, servicer)],
         services=[SERVICE],
@@ -64,7 +71,10 @@ async def serving(
         await shard.recover()
         servicer.open(shard)
         server.set_ready(True)
-        async with StoreClient.connect(server.address, patience_s=2.0) as client:
+        async with (
+            connect(server.address, credentials=credentials) as channel,
+            StoreClient(channel, patience_s=2.0) as client,
+        ):
             yield client, shard
     finally:
         shard.database.events.close()

@@ -143,10 +143,20 @@ class WorkerHarness:
         self.stored: dict[str, list[Vertex]] = {}
 
     @classmethod
-    async def start(cls, children: Children, tmp_path: Path, name: str = "w0") -> WorkerHarness:
+    async def start(
+        cls,
+        children: Children,
+        tmp_path: Path,
+        name: str = "w0",
+        limits: Mapping[str, Any] | None = None,
+    ) -> WorkerHarness:
         child = await children.spawn_preloaded(
             "flexmarl.rollout.worker.main:run",
-            {"report": str(tmp_path / f"{name}.json"), "log": {"level": "warning"}},
+            {
+                "report": str(tmp_path / f"{name}.json"),
+                "log": {"level": "warning"},
+                "limits": limits or {},
+            },
             name=name,
         )
         return cls(child, children)
@@ -176,7 +186,7 @@ class WorkerHarness:
         if self._reward_child is None:
             self._reward_child = await self._children.spawn_preloaded(
                 "flexmarl.rollout.worker.reward_process:run",
-                {"log": {"level": "warning"}},
+                {"log": {"level": "warning"}, "limits": {}},
                 name=f"{self.child.name}-reward",
             )
             command.setup.CopyFrom(self._setup)

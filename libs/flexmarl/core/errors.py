@@ -35,6 +35,7 @@ class ErrorFamily(Enum):
     NOT_BUILT = "NotBuiltError", "UNIMPLEMENTED"
     USER_CODE = "UserCodeError", "FAILED_PRECONDITION"
     PERMISSION = "PermissionDeniedError", "PERMISSION_DENIED"
+    UNAUTHENTICATED = "UnauthenticatedError", "UNAUTHENTICATED"
     DATA = "DataError", "DATA_LOSS"
     INTERNAL = "InternalError", "INTERNAL"
 
@@ -98,6 +99,7 @@ class ErrorReason(StrEnum):
     MEMORY_TIER_FULL = "MEMORY_TIER_FULL", _F.EXHAUSTED, "enlarge the memory tier or free segments"
     DISK_FULL = "DISK_FULL", _F.EXHAUSTED, "free disk space"
     OUT_OF_MEMORY = "OUT_OF_MEMORY", _F.EXHAUSTED, "use more slots, or less per pass"
+    RATE_LIMITED = "RATE_LIMITED", _F.EXHAUSTED, "send more slowly"
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE", _F.EXHAUSTED, "send it in chunks"
     # Not now.
     UNAVAILABLE = "UNAVAILABLE", _F.UNAVAILABLE, "check that the service runs at this address"
@@ -115,6 +117,7 @@ class ErrorReason(StrEnum):
     TOOL_RAISED = "TOOL_RAISED", _F.USER_CODE, "see the traceback of the tool"
     # Who may do it.
     PERMISSION_DENIED = "PERMISSION_DENIED", _F.PERMISSION, "send a token that allows this"
+    UNAUTHENTICATED = "UNAUTHENTICATED", _F.UNAUTHENTICATED, "send a token that the service knows"
     # Broken.
     CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH", _F.DATA, "restore the object from another tier"
     INTERNAL = "INTERNAL", _F.INTERNAL, "see the service's log"

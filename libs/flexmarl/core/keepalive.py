@@ -37,9 +37,14 @@ DEADLINE_MARGIN_S: Final = 0.05
 Options = tuple[tuple[str, int], ...]
 
 
-def server_options() -> Options:
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""A server closes connections that are not set up within this time; gRPC's default is 120 s."""
+
+
+def server_options(*, handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Options:
     """Channel arguments of every server."""
     return (
+        ("grpc.server_handshake_timeout_ms", round(handshake_timeout_s * 1000)),
         ("grpc.so_reuseport", 0),  # two servers would share a port silently
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

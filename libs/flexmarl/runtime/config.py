@@ -44,11 +44,37 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class ServerTlsConfig(Section):
+    """Certificates of a server, for gRPC and for its metrics endpoint."""
+
+    cert: Path | None = None
+    """Certificate chain (PEM); unset: connections are not encrypted."""
+    key: Path | None = None
+    """Private key of it (PEM), readable by this service's user alone."""
+    client_ca: Path | None = None
+    """Certificates (PEM) that a client's own must be signed by; unset: clients need none."""
+
+
+class ClientConfig(Section):
+    """What this process shows to the services that it calls."""
+
+    ca: Path | None = None
+    """Certificates (PEM) that servers' certificates must be signed by; unset: no TLS."""
+    cert: Path | None = None
+    """Own certificate chain (PEM), for servers that ask for one."""
+    key: Path | None = None
+    """Private key of it (PEM), readable by this process's user alone."""
+    token_file: Path | None = None
+    """File that holds the token, mode 0600; unset: none is sent."""
+    insecure: bool = False
+    """Send the token to other machines without TLS, too."""
+
+
 class ServerConfig(Section):
-    """Where a service listens and how it stops."""
+    """Where a service listens, whom it lets in, and how it stops."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Loopback unless the operator says otherwise."""
+    """Address to bind. Any other than loopback takes `tls` and `tokens`, or `insecure`."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to bind; 0 takes a free one, see `address_file`."""
     advertise_host: str = ""
@@ -57,6 +83,17 @@ class ServerConfig(Section):
     """Offer gRPC server reflection."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; 0 takes a free one; unset: no endpoint."""
+    tls: ServerTlsConfig = ServerTlsConfig()
+    """Certificates."""
+    tokens: Path | None = None
+    """File of the tokens that callers must show, mode 0600; unset: everybody may call."""
+    insecure: bool = False
+    """Listen beyond loopback without `tls` and `tokens`: another wall keeps strangers out."""
+    max_requests_per_s: float = Field(default=500.0, ge=0)
+    """Most calls a second from one host, on average, those with an admin's token aside; 0: no
+    bound. It holds where there are tokens."""
+    handshake_timeout_s: float = Field(default=10.0, gt=0)
+    """A connection that is not set up within this time is closed."""
     grace_s: float = Field(default=5.0, ge=0)
     """How long calls in flight may finish after SIGTERM, once drained."""
     drain_s: float = Field(default=20.0, ge=0)
@@ -78,7 +115,9 @@ class ServiceConfig(Section):
     """What every service's configuration has."""
 
     server: ServerConfig = ServerConfig()
-    """Address, health, reflection, metrics, stop."""
+    """Address, locks, health, reflection, metrics, stop."""
+    client: ClientConfig = ClientConfig()
+    """Credentials for the services that this one calls."""
     log: LogConfig = LogConfig()
     """Logging."""
 

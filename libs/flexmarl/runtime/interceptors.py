@@ -1,9 +1,9 @@
 """What happens around every RPC handler, in this order.
 
-1. ids and log context from the call's metadata, 2. metrics, 3. error translation, 4. deadline
-check.
+1. ids and log context from the call's metadata, 2. metrics, 3. error translation, 4. who calls and
+whether they may, 5. deadline check.
 
-This is the hot path, so the four are one interceptor: gRPC builds no chain of coroutines per call,
+This is the hot path, so the five are one interceptor: gRPC builds no chain of coroutines per call,
 and the wrapped handler of a method is made once. Handlers must be `async def`, plain or generator.
 """
 
@@ -21,6 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from flexmarl.core.call_context import IDS_METADATA_KEY, decode_ids, reset_ids, set_deadline
 from flexmarl.core.errors import ERROR_DOMAIN, DomainError, ErrorReason
+from flexmarl.runtime.gate import Gate
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.metrics import MethodStats, RpcStats
 
@@ -47,10 +48,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         stats: Receives counts and latencies.
         without_deadline: Full method names (`/package.Service/Method`), or prefixes that end in
             `/`, which may be called without a deadline.
+        gate: Asks callers for a token; None: everybody may call.
     """
 
-    def __init__(self, *, stats: RpcStats, without_deadline: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        stats: RpcStats,
+        without_deadline: Collection[str] = (),
+        gate: Gate | None = None,
+    ) -> None:
         self._stats = stats
+        self._gate = gate
         self._exempt = frozenset(without_deadline)
         self._wrapped: dict[str, Handler] = {}
 
@@ -77,6 +86,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         guard = _Guard(
             stats=self._stats.method(method),
             needs_deadline=method not in self._exempt and service not in self._exempt,
+            gate=self._gate,
         )
         if inspect.isasyncgenfunction(behavior):
             wrapped = guard.around_generator(behavior)
@@ -95,10 +105,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Guard:
     """The steps around the handler of one method; every RPC runs in an asyncio task of its own."""
 
-    __slots__ = ("_needs_deadline", "_stats")
+    __slots__ = ("_gate", "_needs_deadline", "_stats")
 
-    def __init__(self, *, stats: MethodStats, needs_deadline: bool) -> None:
+    def __init__(self, *, stats: MethodStats, needs_deadline: bool, gate: Gate | None) -> None:
         self._stats = stats
+        self._gate = gate
         self._needs_deadline = needs_deadline
 
     def around_coroutine(self, behavior: Behavior) -> Behavior:
@@ -108,6 +119,8 @@ class _Guard:
             started = self._enter(context)
             code = "OK"
             try:
+                if self._gate is not None:
+                    self._gate.check(self._stats.method, request, context)
                 self._check_deadline(context, started)
                 return await behavior(request, context)
             except BaseException as error:  # noqa: BLE001 - a process edge; it raises on
@@ -126,6 +139,8 @@ class _Guard:
             code = "OK"
             responses = behavior(request, context)
             try:
+                if self._gate is not None:
+                    self._gate.check(self._stats.method, request, context)
                 self._check_deadline(context, started)
                 async for response in responses:
                     yield response

@@ -1,4 +1,4 @@
-"""Prometheus metrics: a registry per service, running sums read at the scrape, an HTTP endpoint.
+"""Prometheus metrics: a registry per service, running sums read at the scrape.
 
 A service declares its metrics as `MetricSpec`s in one module of its own and hands them to
 `GrpcServer.add_metrics` with a function that reads them. Nothing is counted twice and nothing
@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,8 +24,6 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-
-from flexmarl.core.errors import DomainError, ErrorReason
 
 LATENCY_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5, 30)
 """Upper bounds of the latency histograms."""
@@ -240,30 +237,3 @@ def on_loop(read: Read) -> Read:
             return ()
 
     return read_there
-
-
-class MetricsEndpoint:
-    """HTTP endpoint `/metrics`, served by a daemon thread of its own."""
-
-    def __init__(self, *, registry: CollectorRegistry, host: str, port: int) -> None:
-        try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise DomainError(
-                ErrorReason.PORT_IN_USE,
-                f"metrics port {host}:{port} cannot be bound: {error.strerror}",
-                {"address": f"{host}:{port}"},
-            ) from None
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
-
-    @property
-    def port(self) -> int:
-        """The bound port."""
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop serving and release the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)

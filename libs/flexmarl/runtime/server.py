@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,17 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from flexmarl.core.access import exposure_refusal, is_loopback
 from flexmarl.core.deadlines import LONG_LIVED
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import server_options
-from flexmarl.runtime.config import ServerConfig
+from flexmarl.runtime.config import ConfigError, ServerConfig
+from flexmarl.runtime.gate import Gate
 from flexmarl.runtime.health import Health
 from flexmarl.runtime.interceptors import CallInterceptor
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.metrics import (
     RPC_METRICS,
-    MetricsEndpoint,
     MetricSource,
     MetricSpec,
     Read,
@@ -33,6 +36,9 @@ from flexmarl.runtime.metrics import (
     new_registry,
     on_loop,
 )
+from flexmarl.runtime.metrics_endpoint import MetricsEndpoint
+from flexmarl.runtime.tls import has_tls, server_context, server_credentials
+from flexmarl.runtime.tokens import read_tokens
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 _EXEMPT = (
@@ -92,9 +98,7 @@ class GrpcServer:
         self._services = tuple(services)
         self.stats = RpcStats(name)
         self.registry.register(MetricSource(RPC_METRICS, self.stats.readings))
-        self._interceptor = CallInterceptor(
-            stats=self.stats, without_deadline=(*long_lived, *_EXEMPT)
-        )
+        self._without_deadline = (*long_lived, *_EXEMPT)
         self._health = Health(self._services)
         self._drain_hooks: list[DrainHook] = []
         self._stopping = asyncio.Event()
@@ -127,20 +131,32 @@ class GrpcServer:
             The bound port.
 
         Raises:
+            ConfigError: The address takes locks that are not set, or a file of them is wrong.
             DomainError: PORT_IN_USE.
         """
-        server = grpc.aio.server(interceptors=[self._interceptor], options=server_options())
+        locks = _Locks.of(self._config)
+        interceptor = CallInterceptor(
+            stats=self.stats, without_deadline=self._without_deadline, gate=locks.gate
+        )
+        options = server_options(handshake_timeout_s=self._config.handshake_timeout_s)
+        server = grpc.aio.server(interceptors=[interceptor], options=options)
         for add in self._add_to_server:
             add(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._config.reflection:
             names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        self._port = _bind(server, host=self._config.host, port=self._config.port)
+        self._port = _bind(
+            server, host=self._config.host, port=self._config.port, credentials=locks.credentials
+        )
         try:
             if self._config.metrics_port is not None:
                 self._metrics = MetricsEndpoint(
-                    registry=self.registry, host=self._config.host, port=self._config.metrics_port
+                    registry=self.registry,
+                    host=self._config.host,
+                    port=self._config.metrics_port,
+                    tls=locks.tls,
+                    admits=locks.gate.admits_reader if locks.gate else None,
                 )
             await server.start()
         except BaseException:
@@ -148,6 +164,7 @@ class GrpcServer:
             raise
         self._server = server
         _log.info("listening", address=self.address, metrics_port=self.metrics_port)
+        locks.tell(self._config.host)
         return self._port
 
     def set_ready(self, ready: bool, *, service: str | None = None) -> None:
@@ -237,10 +254,51 @@ class GrpcServer:
         }
 
 
-def _bind(server: grpc.aio.Server, *, host: str, port: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Locks:
+    """What keeps strangers out of a server, as configured."""
+
+    tls: ssl.SSLContext | None
+    credentials: grpc.ServerCredentials | None
+    gate: Gate | None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> _Locks:
+        encrypted = has_tls(config.tls)
+        refused = exposure_refusal(
+            host=config.host,
+            has_tls=encrypted,
+            has_tokens=config.tokens is not None,
+            insecure=config.insecure,
+        )
+        if refused is not None:
+            raise ConfigError(refused)
+        gate = None
+        if config.tokens is not None:
+            gate = Gate(read_tokens(config.tokens), max_requests_per_s=config.max_requests_per_s)
+        tls = server_context(config.tls) if encrypted else None
+        return cls(tls, server_credentials(config.tls) if encrypted else None, gate)
+
+    def tell(self, host: str) -> None:
+        """Say what stands open, and to whom."""
+        if self.gate is not None and self.tls is not None:
+            return
+        missing = [name for name, lock in (("tls", self.tls), ("tokens", self.gate)) if not lock]
+        if is_loopback(host):
+            _log.info("loopback_only", without=missing, meaning="users of this machine may call")
+        else:
+            _log.warning("not_locked", without=missing, meaning="all who reach the port may call")
+
+
+def _bind(
+    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
     address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError:
         bound = 0
     if bound == 0:

@@ -11,6 +11,7 @@ from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir, RunId, Serv
 from flexmarl.cli.query_app import query_app
 from flexmarl.cli.runs_app import runs_app
 from flexmarl.cli.store_app import store_app
+from flexmarl.cli.token_app import token_app
 
 app = typer.Typer(
     name="flexmarl",
@@ -27,6 +28,7 @@ Out = Annotated[Path, typer.Option("--out", help="Where the folders of runs are.
 app.add_typer(query_app)
 app.add_typer(runs_app, name="runs")
 app.add_typer(store_app, name="store")
+app.add_typer(token_app, name="token")
 
 
 @app.command()

@@ -13,6 +13,7 @@ def main() -> None:
     try:
         from flexmarl.cli.app import app
 
+        _show_credentials()
         app()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -31,6 +32,17 @@ def main() -> None:
         if failure.detail:
             sys.stderr.write(f"{failure.detail}\n")
         sys.exit(failure.exit_code)
+
+
+def _show_credentials() -> None:
+    """Call services with what `FLEXMARL_CLIENT__CA`, `__CERT`, `__KEY`, `__TOKEN_FILE` name."""
+    if not any(name.startswith("FLEXMARL_CLIENT__") for name in os.environ):
+        return
+    from flexmarl.core.peer_credentials import use_credentials
+    from flexmarl.runtime.config import ClientConfig, load_config
+    from flexmarl.runtime.tls import client_credentials
+
+    use_credentials(client_credentials(load_config(ClientConfig, env_prefix="FLEXMARL_CLIENT")))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, Self
 import grpc
 
 from flexmarl.client.errors import from_rpc_error, make_error
+from flexmarl.core.access import is_loopback
 from flexmarl.core.call_context import (
     IDS_METADATA_KEY,
     current_ids,
@@ -28,6 +29,7 @@ from flexmarl.core.call_context import (
 from flexmarl.core.deadlines import DEADLINES_S
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.keepalive import DEFAULT_DEADLINE_S, client_options
+from flexmarl.core.peer_credentials import PeerCredentials, current_credentials
 
 Metadata = tuple[tuple[str, str], ...]
 _Codec = Callable[[Any], Any] | None
@@ -38,6 +40,7 @@ def connect(
     *,
     deadlines_s: Mapping[str, float | None] = DEADLINES_S,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
+    credentials: PeerCredentials | None = None,
 ) -> Channel:
     """Open a channel; it connects on the first call. Close it with `await channel.close()`.
 
@@ -46,13 +49,40 @@ def connect(
         deadlines_s: Default deadline by full method name (`/package.Service/Method`); None: no
             deadline, for long-lived streams only. By default the project's table.
         default_deadline_s: Deadline of methods that `deadlines_s` does not name.
+        credentials: Certificates and token; the process's own by default.
+
+    Raises:
+        InvalidError: A token would cross a network in clear.
     """
+    shown = current_credentials() if credentials is None else credentials
     return Channel(
-        grpc.aio.insecure_channel(address, options=client_options()),
+        _open(address, shown),
         address=address,
         deadlines_s=deadlines_s,
         default_deadline_s=default_deadline_s,
+        token=shown.token,
     )
+
+
+def _open(address: str, credentials: PeerCredentials) -> grpc.aio.Channel:
+    if credentials.ca:
+        encrypted = grpc.ssl_channel_credentials(
+            root_certificates=credentials.ca,
+            private_key=credentials.key or None,
+            certificate_chain=credentials.certificate or None,
+        )
+        return grpc.aio.secure_channel(address, encrypted, options=client_options())
+    if credentials.token and not (credentials.insecure or _is_local(address)):
+        raise make_error(
+            ErrorReason.INVALID_ARGUMENT,
+            f"the token would go to {address} in clear: set client.ca, or client.insecure = true "
+            "when a wall of your own stands around this network",
+        )
+    return grpc.aio.insecure_channel(address, options=client_options())
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
 class Channel(grpc.aio.Channel):
@@ -65,8 +95,10 @@ class Channel(grpc.aio.Channel):
         address: str,
         deadlines_s: Mapping[str, float | None],
         default_deadline_s: float,
+        token: str = "",
     ) -> None:
         self.address = address
+        self._shown: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = channel
         self._deadlines_s = deadlines_s
         self._default_deadline_s = default_deadline_s
@@ -87,7 +119,8 @@ class Channel(grpc.aio.Channel):
 
     def rule(self, method: str) -> CallRule:
         """How calls of a method are made."""
-        return CallRule(method, self._deadlines_s.get(method, self._default_deadline_s))
+        deadline_s = self._deadlines_s.get(method, self._default_deadline_s)
+        return CallRule(method, deadline_s, self._shown)
 
     def unary_unary(
         self,
@@ -159,11 +192,12 @@ class Channel(grpc.aio.Channel):
 class CallRule:
     """Deadline and metadata of one method's calls."""
 
-    __slots__ = ("_deadline_s", "method")
+    __slots__ = ("_deadline_s", "_shown", "method")
 
-    def __init__(self, method: str, deadline_s: float | None) -> None:
+    def __init__(self, method: str, deadline_s: float | None, shown: Metadata = ()) -> None:
         self.method = method
         self._deadline_s = deadline_s
+        self._shown = shown
 
     def timeout_s(self, asked_s: float | None) -> float | None:
         """Timeout of a call that starts now."""
@@ -177,11 +211,11 @@ class CallRule:
         return left_s
 
     def metadata(self, extra: Metadata | None) -> Metadata | None:
-        """Metadata of a call: what the caller adds, and the ids bound to its task."""
+        """Metadata of a call: the ids bound to its task, the token, and what the caller adds."""
         ids = current_ids()
         if not ids:
-            return extra
-        return ((IDS_METADATA_KEY, encode_ids(ids)), *(extra or ()))
+            return (*self._shown, *(extra or ())) if self._shown else extra
+        return ((IDS_METADATA_KEY, encode_ids(ids)), *self._shown, *(extra or ()))
 
 
 class UnaryCallable:

@@ -89,6 +89,10 @@ class PermissionDeniedError(FlexMarlError):
     """The caller may not do it."""
 
 
+class UnauthenticatedError(FlexMarlError):
+    """The service does not know the caller."""
+
+
 class DataError(FlexMarlError):
     """Stored data is broken."""
 
@@ -111,6 +115,7 @@ CLASSES: Final[Mapping[ErrorFamily, type[FlexMarlError]]] = {
     ErrorFamily.NOT_BUILT: NotBuiltError,
     ErrorFamily.USER_CODE: UserCodeError,
     ErrorFamily.PERMISSION: PermissionDeniedError,
+    ErrorFamily.UNAUTHENTICATED: UnauthenticatedError,
     ErrorFamily.DATA: DataError,
     ErrorFamily.INTERNAL: InternalError,
 }
@@ -131,7 +136,7 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, ErrorReason]] = {
     grpc.StatusCode.UNIMPLEMENTED: ErrorReason.NOT_BUILT,
     grpc.StatusCode.DATA_LOSS: ErrorReason.CHECKSUM_MISMATCH,
     grpc.StatusCode.PERMISSION_DENIED: ErrorReason.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED: ErrorReason.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED: ErrorReason.UNAUTHENTICATED,
 }
 
 

@@ -7,9 +7,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flexmarl.runtime.config import ServiceConfig
+from flexmarl.runtime.config import Section, ServiceConfig
 
 Role = Literal["dispatcher", "engine-host"]
+
+
+class UserCodeConfig(Section):
+    """What each worker and each reward process may take, and as whom it runs.
+
+    The kernel keeps these; `workflow.worker_memory_mib` and the run's timeouts, which tell users
+    what was too much, are within them. 0 bounds nothing.
+    """
+
+    address_space_mib: Annotated[int, Field(ge=0)] = 0
+    """Most address space; beyond it allocations fail. Libraries map far more than they use."""
+    cpu_s: Annotated[int, Field(ge=0)] = 0
+    """Most processor time of one process's life; then it is killed and another takes its place."""
+    open_files: Annotated[int, Field(ge=0)] = 0
+    """Most open files, sockets included."""
+    user: str = ""
+    """User to run as, for a service that root starts; empty: the service's own."""
 
 
 class RolloutConfig(ServiceConfig):
@@ -40,5 +57,7 @@ class RolloutConfig(ServiceConfig):
     """The same for its other shards; longer than the orchestrator's, who decides over a loss."""
     worker_restarts: Annotated[int, Field(ge=0)] = 3
     """Dispatcher: how often one sample may crash its worker before the sample fails."""
+    user_code: UserCodeConfig = UserCodeConfig()
+    """Dispatcher: confines the processes that run workflows, tools and rewards."""
     engine: str | None = None
     """Dispatcher: replaces the engine that policies name; for measurements and tests."""

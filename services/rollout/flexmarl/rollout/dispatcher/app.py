@@ -15,6 +15,7 @@ from flexmarl.rollout.dispatcher.rewards import REWARD_MODULE
 from flexmarl.rollout.dispatcher.rollout import Rollout
 from flexmarl.rollout.dispatcher.service import SERVICE, RolloutServicer
 from flexmarl.rollout.dispatcher.workers import WORKER_MODULE
+from flexmarl.rollout.worker.confine import check_confinement
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children, end_leftovers
 from flexmarl.runtime.server import GrpcServer
@@ -26,8 +27,10 @@ async def run(config: RolloutConfig) -> None:
     """Serves until a signal.
 
     Raises:
+        ConfigError: User code cannot run as it shall.
         DomainError: PORT_IN_USE.
     """
+    check_confinement(config.user_code)
     config.data_dir.mkdir(parents=True, exist_ok=True)
     record = config.data_dir / RECORD
     await asyncio.to_thread(end_leftovers, record)

@@ -23,6 +23,7 @@ from flexmarl.rollout.dispatcher.rewards import RewardPool
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.workers import WorkerPool
 from flexmarl.rollout.dispatcher.writer import GraphWriter
+from flexmarl.rollout.worker.confine import own_by_user
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import RunConfig
@@ -142,8 +143,9 @@ class RunOpener:
             setup=setup,
             num_workers=config.workflow.num_workers,
             max_samples=config.workflow.max_samples_per_worker,
-            report_dir=_made(self._config.data_dir / "reports"),
+            report_dir=self._report_dir(),
             log=self._config.log,
+            limits=self._config.user_code,
             listener=run.flow,
         )
         mover = Mover(
@@ -160,6 +162,7 @@ class RunOpener:
             num_processes=config.workflow.reward_workers,
             timeout_s=config.workflow.reward_timeout_s,
             log=self._config.log,
+            limits=self._config.user_code,
             reward=config.workflow.reward,
             estimator=config.advantage.estimator,
             counters=desk.counters,
@@ -169,6 +172,13 @@ class RunOpener:
             desk=desk, fleet=fleet, mover=mover, writer=writer, workers=workers, rewards=rewards
         )
         return run
+
+    def _report_dir(self) -> Path:
+        """Where the watchdogs of workers leave word."""
+        folder = self._config.data_dir / "reports"
+        folder.mkdir(parents=True, exist_ok=True)
+        own_by_user(self._config.user_code, folder)
+        return folder
 
 
 def _parse(row: RunRow) -> RunConfig:
@@ -180,8 +190,3 @@ def _parse(row: RunRow) -> RunConfig:
         raise DomainError(
             ErrorReason.INVALID_ARGUMENT, f"config of run {row.run_id!r}: {key}: {first['msg']}"
         ) from None
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -22,6 +22,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     WorkerSetup,
 )
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.config import UserCodeConfig
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
@@ -82,6 +83,7 @@ class RewardPool:
         num_processes: Slots.
         timeout_s: Longest run of the function on one sample.
         log: Log section handed to processes.
+        limits: What they may take.
         reward: Name of the reward function, for messages.
         estimator: Name of the run's own estimator, for messages; any when it has none.
         counters: Told `rewards` and `reward_failures`.
@@ -96,6 +98,7 @@ class RewardPool:
         num_processes: int,
         timeout_s: float,
         log: LogConfig,
+        limits: UserCodeConfig,
         reward: str,
         estimator: str,
         counters: Counter[str],
@@ -104,7 +107,10 @@ class RewardPool:
         self._children = children
         self._setup = setup
         self._timeout_s = timeout_s
-        self._log_config = log
+        self._args = {
+            "log": log.model_dump(mode="json"),
+            "limits": limits.model_dump(mode="json"),
+        }
         self._reward = reward
         self._estimator = estimator
         self._counters = counters
@@ -168,9 +174,8 @@ class RewardPool:
         while not self._closed.is_set():
             try:
                 slot.child = await self._children.spawn_preloaded(
-                    f"{REWARD_MODULE}:run", {"log": self._log_config.model_dump(mode="json")},
-                    name=name,
-                )  # fmt: skip
+                    f"{REWARD_MODULE}:run", self._args, name=name
+                )
                 if self._closed.is_set():  # the pool was closed while the process started
                     await slot.child.stop(grace_s=0.5)
                     return

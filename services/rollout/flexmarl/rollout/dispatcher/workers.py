@@ -17,6 +17,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
     WorkerSetup,
 )
 from flexmarl.core.errors import DomainError
+from flexmarl.rollout.config import UserCodeConfig
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
@@ -86,6 +87,7 @@ class WorkerPool:
         max_samples: Most samples in one worker.
         report_dir: Where watchdogs leave word.
         log: Log section handed to workers.
+        limits: What they may take.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class WorkerPool:
         max_samples: int,
         report_dir: Path,
         log: LogConfig,
+        limits: UserCodeConfig,
         listener: WorkerListener,
     ) -> None:
         self._children = children
@@ -104,6 +107,7 @@ class WorkerPool:
         self._max_samples = max_samples
         self._report_dir = report_dir
         self._log = log
+        self._limits = limits
         self._listener = listener
         self._slots = [WorkerSlot(ordinal) for ordinal in range(num_workers)]
         self._waiting: deque[tuple[WorkerSample, bool]] = deque()
@@ -193,7 +197,11 @@ class WorkerPool:
             try:
                 slot.child = await self._children.spawn_preloaded(
                     f"{WORKER_MODULE}:run",
-                    {"report": str(report), "log": self._log.model_dump(mode="json")},
+                    {
+                        "report": str(report),
+                        "log": self._log.model_dump(mode="json"),
+                        "limits": self._limits.model_dump(mode="json"),
+                    },
                     name=name,
                 )
                 if self._closed.is_set():  # the pool was closed while the process started

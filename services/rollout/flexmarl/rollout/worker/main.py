@@ -21,6 +21,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures, user_code
+from flexmarl.rollout.worker.confine import confine
 from flexmarl.rollout.worker.outbox import Outbox
 from flexmarl.rollout.worker.sample import SampleRun
 from flexmarl.rollout.worker.tasks import sample_task_factory
@@ -41,9 +42,11 @@ def run(args: dict[str, Any]) -> int:
     """Entry point of the forked child.
 
     Args:
-        args: `report`: file for the watchdog; `log`: the service's log section.
+        args: `report`: file for the watchdog; `log` and `limits`: the service's sections `log` and
+            `user_code`.
     """
     configure_logging(LogConfig.model_validate(args["log"]), service="rollout-worker")
+    confine(args["limits"])
     uvloop.run(_serve(Path(args["report"])))
     return 0
 

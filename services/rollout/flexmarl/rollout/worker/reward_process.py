@@ -28,6 +28,7 @@ from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures, user_code
 from flexmarl.rollout.worker.advantages import to_advantages
+from flexmarl.rollout.worker.confine import confine
 from flexmarl.rollout.worker.memory import is_beyond
 from flexmarl.rollout.worker.reward_job import decode_job
 from flexmarl.rollout.worker.rewards import to_reward_set
@@ -44,9 +45,10 @@ def run(args: dict[str, Any]) -> int:
     """Entry point of the forked child.
 
     Args:
-        args: `log`: the service's log section.
+        args: `log` and `limits`: the service's sections `log` and `user_code`.
     """
     configure_logging(LogConfig.model_validate(args["log"]), service="rollout-reward")
+    confine(args["limits"])
     link = ChildLink.from_environment()
     scorer: Scorer | None = None
     while (frame := link.recv()) is not None:

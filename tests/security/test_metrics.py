@@ -1,0 +1,66 @@
+"""The metrics endpoint has the locks of its service."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import urllib.error
+import urllib.request
+
+import pytest
+from locks import TOKENS
+
+from flexmarl.runtime.metrics import new_registry
+from flexmarl.runtime.metrics_endpoint import MAX_CONNECTIONS, MetricsEndpoint
+from flexmarl.runtime.server import GrpcServer
+
+
+def scrape(port, locks, *, token="", with_certificate=True):
+    context = ssl.create_default_context(cafile=locks.authority.cert)
+    if with_certificate:
+        context.load_cert_chain(locks.client.cert, locks.client.key)
+    request = urllib.request.Request(f"https://127.0.0.1:{port}/metrics")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+        return answer.read()
+
+
+async def test_a_scrape_takes_a_certificate_and_a_token(locks):
+    server = GrpcServer(
+        locks.server_config(metrics_port=0), name="locked", add_to_server=[], services=[]
+    )
+    await server.start()
+    try:
+        text = await asyncio.to_thread(scrape, server.metrics_port, locks, token=TOKENS["read"])
+        assert b"process_cpu_seconds_total" in text
+        for token in ("", "guess", locks.key_of("run-1")):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                await asyncio.to_thread(scrape, server.metrics_port, locks, token=token)
+            assert caught.value.code == 401
+        with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
+            await asyncio.to_thread(
+                scrape,
+                server.metrics_port,
+                locks,
+                token=TOKENS["read"],
+                with_certificate=False,
+            )
+    finally:
+        await server.stop()
+
+
+def test_silent_clients_are_few_and_are_hung_up_on():
+    endpoint = MetricsEndpoint(registry=new_registry(), host="127.0.0.1", port=0, timeout_s=0.3)
+    address = ("127.0.0.1", endpoint.port)
+    silent = [socket.create_connection(address, timeout=20) for _ in range(MAX_CONNECTIONS + 4)]
+    try:
+        for connection in silent:
+            assert connection.recv(1) == b""
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=20) as got:
+            assert got.status == 200
+    finally:
+        for connection in silent:
+            connection.close()
+        endpoint.close()
