@@ -88,7 +88,9 @@ async def stores_on(nodes: list[Node], folder: Path) -> AsyncIterator[RunStore]:
         for number, node in enumerate(nodes):
             own = folder / node.namespace
             own.mkdir()
-            store = StoreProcess(own, f"server.host={node.host}", f"store.shard=s{number}")
+            store = StoreProcess(
+                own, f"server.host={node.host}", f"store.shard=s{number}", "server.insecure=true"
+            )
             stack.callback(store.clean)
             address = await store.start(wrapper=["ip", "netns", "exec", node.namespace])
             shards.append(common.ShardAddress(name=f"s{number}", address=address))

@@ -33,7 +33,7 @@ async def team(ctx, query):
     taken = []
     try:
         if query["what"] == "memory":
-            taken = [bytearray(1 << 20) for _ in range(1 << 20)]
+            taken = bytearray(8 << 30)
         else:
             taken = [open("/dev/null") for _ in range(100_000)]
     except (MemoryError, OSError) as error:

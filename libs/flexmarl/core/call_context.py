@@ -16,6 +16,9 @@ from flexmarl.core.keepalive import DEADLINE_MARGIN_S
 IDS_METADATA_KEY: Final = "flexmarl-ids"
 """gRPC metadata key under which the log ids travel: `run=r1;batch=3`."""
 
+TIME_METADATA_KEY: Final = "flexmarl-time"
+"""gRPC metadata key under which a health check's answer tells the host's time, in Unix seconds."""
+
 ID_NAMES: Final = ("run", "batch", "group", "sample", "vertex", "policy", "request")
 """Ids that logs, spans and metadata share, in the order in which they are written."""
 

@@ -7,11 +7,14 @@ grace period, and because readiness is set from synchronous code.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2
+
+from flexmarl.core.call_context import TIME_METADATA_KEY
 
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -44,10 +47,14 @@ class Health:
         return all(self._ready.values())
 
     async def Check(self, request: Any, context: Context) -> Any:  # noqa: ANN401, N802
-        """Answer the status now; an unknown service is NOT_FOUND, as the protocol demands."""
+        """Answer the status now; an unknown service is NOT_FOUND, as the protocol demands.
+
+        The time of this host goes with it, so that hosts can compare their clocks.
+        """
         status = self._status(request.service)
         if status == SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        context.set_trailing_metadata(((TIME_METADATA_KEY, f"{time.time():.6f}"),))
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, _context: Context) -> AsyncIterator[Any]:  # noqa: ANN401, N802

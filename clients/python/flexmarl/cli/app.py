@@ -124,6 +124,44 @@ def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def doctor(
+    config: Annotated[
+        list[Path] | None,
+        typer.Option("--config", help="Configuration of a service, or a folder of them."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="HOST:PORT", help="Service to reach.")
+    ] = None,
+    meet: Annotated[
+        str,
+        typer.Option(
+            "--meet",
+            metavar="HOST:PORT",
+            help="Make a process group with another host, at the address of its rank 0.",
+        ),
+    ] = "",
+    rank: Annotated[int, typer.Option(min=0, max=1, help="This host's rank in it.")] = 0,
+    interface: Annotated[str, typer.Option(help="Network interface of it.")] = "lo",
+    data_dir: DataDir = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong with this host, its settings and its peers, and say what to do."""
+    from flexmarl.cli.commands.doctor import doctor as command
+
+    raise typer.Exit(
+        command(
+            configs=config or [],
+            peers=peer or [],
+            data_dir=data_dir,
+            meet_at=meet,
+            rank=rank,
+            interface=interface,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
 def serve(
     service: Annotated[str, typer.Argument(help="meg-store, rollout, trainer or orchestrator.")],
     role: Annotated[str, typer.Option(help="Role of rollout: dispatcher or engine-host.")] = "",

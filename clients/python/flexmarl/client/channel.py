@@ -56,7 +56,7 @@ def connect(
     """
     shown = current_credentials() if credentials is None else credentials
     return Channel(
-        _open(address, shown),
+        open_channel(address, shown),
         address=address,
         deadlines_s=deadlines_s,
         default_deadline_s=default_deadline_s,
@@ -64,7 +64,12 @@ def connect(
     )
 
 
-def _open(address: str, credentials: PeerCredentials) -> grpc.aio.Channel:
+def open_channel(address: str, credentials: PeerCredentials) -> grpc.aio.Channel:
+    """A bare channel with the project's settings, for what is no call of a service.
+
+    Raises:
+        InvalidError: A token would cross a network in clear.
+    """
     if credentials.ca:
         encrypted = grpc.ssl_channel_credentials(
             root_certificates=credentials.ca,

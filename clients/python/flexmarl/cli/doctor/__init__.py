@@ -1,0 +1,1 @@
+"""Probes of a host and its network; what they mean is judged in core."""
