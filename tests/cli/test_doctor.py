@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from runtime.echo_service import NAME, Echo
@@ -19,7 +21,6 @@ from flexmarl.cli.doctor.settings import read_settings
 from flexmarl.cli.errors import CliError
 from flexmarl.core.doctor import Level, PortState
 from flexmarl.core.peer_credentials import PeerCredentials
-from flexmarl.runtime import health
 from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.server import GrpcServer
 
@@ -117,20 +118,11 @@ async def test_addresses_tell_what_is_behind_them(foreign):
 
 
 async def test_another_clock_is_seen(monkeypatch):
-    real = health.time.time
-    monkeypatch.setattr(health.time, "time", lambda: real() + 100.0)
+    ahead = SimpleNamespace(time=lambda: time.time() + 100.0)
+    monkeypatch.setattr("flexmarl.runtime.health.time", ahead)
     async with running() as address:
-        monkeypatch.setattr("flexmarl.cli.doctor.network.time", _Clock(real))
         answer = await ask(address, NOBODY)
     assert answer.clock_offset_s == pytest.approx(100.0, abs=20)
-
-
-class _Clock:
-    """The time of the host that asks, whose clock nobody moved."""
-
-    def __init__(self, real):
-        self.time = real
-        self.perf_counter = __import__("time").perf_counter
 
 
 def test_a_host_without_shared_memory(tmp_path):

@@ -1,4 +1,4 @@
-"""A whole cluster behind certificates and tokens: it trains, and its secrets stay in their files."""
+"""A whole cluster behind certificates and tokens trains, and its secrets stay in their files."""
 
 from __future__ import annotations
 

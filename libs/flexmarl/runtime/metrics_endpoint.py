@@ -10,7 +10,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable
 from socket import AF_INET6, socket
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -98,10 +98,10 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        """Bind without asking the resolver for the host's name, as the base class would."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        """Bind without asking the resolver for the host's name, as the nearer base would."""
+        TCPServer.server_bind(self)
+        host, port, *_ = self.server_address
+        self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
