@@ -64,22 +64,16 @@ def foreign():
         thread.join(timeout=5)
 
 
-def examine(tmp_path, *configs, peers=()):
+def examine(capsys, tmp_path, *configs, peers=()):
     """Exit code and findings, as a program reads them."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "flexmarl.cli.main", "doctor", "--json",
-            "--data-dir", str(tmp_path),
-            *(item for path in configs for item in ("--config", str(path))),
-            *(item for peer in peers for item in ("--peer", peer)),
-        ],
-        capture_output=True, text=True, timeout=50, check=False,
+    code = command.doctor(
+        configs=configs, peers=peers, data_dir=tmp_path, meet_at="", rank=0, interface="lo",
+        as_json=True,
     )  # fmt: skip
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_wrong_setting_is_found_with_its_remedy(tmp_path, foreign):
+def test_a_wrong_setting_is_found_with_its_remedy(capsys, tmp_path, foreign):
     config = tmp_path / "meg-store.toml"
     config.write_text(
         f"""
@@ -93,7 +87,7 @@ def test_a_wrong_setting_is_found_with_its_remedy(tmp_path, foreign):
         """
     )
     peer = "127.0.0.1:1"
-    code, findings = examine(tmp_path, tmp_path, peers=[peer])
+    code, findings = examine(capsys, tmp_path, tmp_path, peers=[peer])
     wrong = {each["check"]: each for each in findings if each["level"] == "wrong"}
     assert code == 1
     assert "missing.pem: No such file" in wrong["settings"]["said"]

@@ -16,6 +16,7 @@ from rollout.worker_harness import (
     spec,
     text_of,
     tokens_of,
+    write_model,
     write_team,
 )
 
@@ -592,3 +593,39 @@ async def test_prompts_with_lone_surrogates_are_encoded(bench):
     worker, end = await bench.one(source)
     assert end.status == DONE, end.failure
     assert text_of(worker.calls[0].prompt_tokens) == "a.b>"
+
+
+GREEDY = """
+import resource
+
+async def team(ctx, query):
+    try:
+        if query["what"] == "memory":
+            taken = bytearray(8 << 30)
+        else:
+            taken = [open("/dev/null") for _ in range(100_000)]
+    except (MemoryError, OSError) as error:
+        taken = None
+        return f"{type(error).__name__} {resource.getrlimit(resource.RLIMIT_NOFILE)}"
+    return "took all"
+
+def reward(sample):
+    return 1.0
+"""
+
+
+async def test_a_worker_gets_no_more_than_the_service_allows(children, tmp_path):
+    limits = {"address_space_mib": 4096, "open_files": 128}
+    package = write_team(tmp_path / "package", GREEDY)
+    config = run_config(write_model(tmp_path / "model"), package)
+    worker = await WorkerHarness.start(children, tmp_path, limits=limits)
+    ready = await worker.set_up(config, package)
+    assert not ready.HasField("failure"), ready.failure
+    said = {}
+    for index, what in enumerate(("memory", "files")):
+        sample_id = f"b000000a0-g0000-s00{index}a0"
+        sample = WorkerSample(spec=spec(sample_id, query={"what": what}))
+        end = (await worker.run(sample))[sample_id]
+        assert end.status == DONE, end.failure
+        said[what] = json.loads(end.output_json)
+    assert said == {"memory": "MemoryError (128, 128)", "files": "OSError (128, 128)"}

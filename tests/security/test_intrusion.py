@@ -64,18 +64,18 @@ def list_runs(client):
     return client.list_runs()
 
 
-@pytest.mark.parametrize("token", ["", "token-of-nobody", "token-of-admi", "x" * 10_000, "é" * 9])
+@pytest.mark.parametrize("token", ["", "token-of-nobody", "token-of-admi", "x" * 600])
 async def test_without_a_known_token_nobody_gets_in(store, locks, token, capfd):
     with pytest.raises(UnauthenticatedError) as caught:
         async with calling(store.address, locks.shown("")) as client:
             await client._stub.ListRuns(
                 pb.ListRunsRequest(),
-                metadata=(("authorization", f"Bearer {token}".encode("ascii", "ignore").decode()),),
+                metadata=(("authorization", f"Bearer {token}"),),
             )
     assert caught.value.reason is ErrorReason.UNAUTHENTICATED
     assert (await store.list_runs())[0].run_id in (OWN, OTHER)
     said = capfd.readouterr()
-    assert len(token) < 5 or token not in said.out + said.err + caught.value.message
+    assert not token or token not in said.out + said.err + caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_what_is_no_message_says_nothing_of_the_inside(store, locks):
         for junk in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(LIST_RUNS)(junk, timeout=10, metadata=metadata)
-            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             told = f"{caught.value.details()}{caught.value.trailing_metadata()}"
             assert ".py" not in told
             assert "Traceback" not in told

@@ -30,6 +30,7 @@ async def test_beyond_loopback_takes_locks_or_the_word_of_the_operator(locks):
     await start(locks.server_config(host="0.0.0.0"))
 
 
+@pytest.mark.real
 def test_a_service_that_stands_open_refuses_in_one_line(tmp_path):
     command = [sys.executable, "-m", "flexmarl.meg_store"]
     for item in ("server.host=0.0.0.0", f"store.data_dir={tmp_path}", "log.level=error"):

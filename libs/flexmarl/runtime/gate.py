@@ -61,12 +61,14 @@ class Gate:
         if grant is None:
             _log.warning("caller_unknown", method=method, peer=context.peer())
             raise _unauthenticated()
+        # A service that keeps a request's bytes hands on a pair, with the parsed message in it.
+        message = getattr(request, "message", request)
         refused = refusal(
             method,
             rule,
             grant,
-            run_id=getattr(request, "run_id", ""),
-            object_key=getattr(request, "key", ""),
+            run_id=getattr(message, "run_id", ""),
+            object_key=getattr(message, "key", ""),
         )
         if refused is not None:
             _log.warning("call_refused", method=method, caller=grant.name, peer=context.peer())

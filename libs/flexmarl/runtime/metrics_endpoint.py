@@ -90,6 +90,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 4 * MAX_CONNECTIONS
     tls: ssl.SSLContext | None = None
     timeout_s = REQUEST_TIMEOUT_S
 

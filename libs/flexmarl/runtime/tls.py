@@ -72,9 +72,7 @@ def client_credentials(config: ClientConfig) -> PeerCredentials:
         _load_ca(context, config.ca, what="client.ca")
     if config.cert is not None or config.key is not None:
         if config.cert is None or config.key is None or config.ca is None:
-            raise ConfigError(
-                "client.cert, client.key and client.ca belong together: set all three"
-            )
+            raise ConfigError("client.cert, client.key and client.ca go together: set all three")
         _load_pair(context, config.cert, config.key, section="client")
         certificate, key = config.cert.read_bytes(), config.key.read_bytes()
     token = ""

@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _meet(address: str, rank: int, *, timeout_s: float) -> float:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     host, _, port = address.rpartition(":")
     began = time.monotonic()
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
+    store = TCPStore(
         host, int(port), world_size=2, is_master=rank == 0, timeout=timeout, wait_for_workers=True
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
