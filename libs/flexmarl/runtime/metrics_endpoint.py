@@ -7,6 +7,7 @@ or nothing, holds its place for seconds and nobody else's. The handshake is made
 from __future__ import annotations
 
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from socket import AF_INET6, socket
@@ -131,7 +132,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """A broken connection or handshake is the client's business."""
-        _log.debug("metrics_connection_failed", peer=str(client_address), exc_info=True)
+        _log.debug(
+            "metrics_connection_failed", peer=str(client_address), error=str(sys.exception())
+        )
 
 
 class _Server6(_Server):
