@@ -97,7 +97,7 @@ def test_a_signal_drains_and_ends_in_order(start, tmp_path, number):
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 0
     lines = [json.loads(line)["event"] for line in stderr.splitlines() if line.startswith("{")]
-    assert lines == ["configuration", "listening", "stopping", "stopped"]
+    assert lines == ["configuration", "listening", "loopback_only", "stopping", "stopped"]
     assert "drained" in stderr.splitlines()
     assert not address_file.exists()
 
