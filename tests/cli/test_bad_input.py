@@ -186,6 +186,11 @@ def test_no_workflow_function(refused):
     assert "did you mean 'reward'?" in said
 
 
+def test_no_estimator(refused):
+    said = refused("--set", "advantage.estimator=flow:rewards")
+    assert "advantage.estimator: no function 'rewards'" in said
+
+
 def test_an_import_error_names_file_line_and_cause(run_files, refused):
     run_files.flow.write_text("import os\nimport no_such_module\n")
     said = refused()

@@ -11,8 +11,7 @@ the store acknowledged it (admit, read, close) or told that a sample ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from flexmarl.core.advantages import (
@@ -35,9 +34,10 @@ from flexmarl.core.closure import (
     Refill,
     Wait,
     decide_group,
-    may_replace,
     redundant_ordinals,
 )
+from flexmarl.core.group_admission import GroupAdmission
+from flexmarl.core.group_state import GroupStage, GroupState
 from flexmarl.core.ids import BatchId, GroupId, SampleId
 from flexmarl.core.reach import group_reaches
 from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, GroupSpec, ReadRows
@@ -62,66 +62,6 @@ class BatchRules:
     advantage: AdvantageRule
 
 
-class GroupStage(Enum):
-    """Where a group stands."""
-
-    ADMITTING = auto()
-    OPEN = auto()
-    READING = auto()
-    CLOSING = auto()
-    TERMINAL = auto()
-
-
-@dataclass(slots=True)
-class GroupState:
-    """A group, its samples, and how it ends.
-
-    `attempts` and `current` hold the newest attempt of each sample and its status, by ordinal;
-    `samples` holds every attempt that ended, by id; `leaving` what open attempts told, by id.
-    """
-
-    spec: GroupSpec
-    group_id: GroupId
-    stage: GroupStage
-    attempts: dict[int, int] = field(default_factory=dict)
-    current: dict[int, SampleStatus] = field(default_factory=dict)
-    samples: dict[str, SampleFact] = field(default_factory=dict)
-    leaving: dict[str, SampleFact] = field(default_factory=dict)
-    decision: Close | Drop | None = None
-    cancelled: bool = False
-    status: GroupStatus = GroupStatus.OPEN
-    rows: tuple[Row, ...] = ()
-    released: int = 0
-    zero_variance: bool = False
-    lost: bool = False
-
-    def sample_id(self, ordinal: int) -> SampleId:
-        """The newest attempt of a sample."""
-        return SampleId(self.group_id, ordinal, self.attempts[ordinal])
-
-    def begin(self, ordinals: Iterable[int], *, attempt: int = 0) -> list[SampleId]:
-        """Open an attempt of samples."""
-        opened = list(ordinals)
-        self.attempts.update(dict.fromkeys(opened, attempt))
-        self.current.update(dict.fromkeys(opened, SampleStatus.OPEN))
-        return [self.sample_id(ordinal) for ordinal in opened]
-
-    def status_of(self, sample_id: str) -> SampleStatus:
-        """Status of a sample attempt; one that nothing was heard of is open."""
-        fact = self.samples.get(sample_id)
-        return SampleStatus.OPEN if fact is None else fact.status
-
-    def newest(self) -> list[SampleFact]:
-        """What is known of the newest attempt of each sample."""
-        facts = []
-        for ordinal in self.current:
-            sample_id = self.sample_id(ordinal)
-            text = str(sample_id)
-            fact = self.samples.get(text) or self.leaving.get(text)
-            facts.append(fact or SampleFact(sample_id=sample_id, status=SampleStatus.OPEN))
-        return facts
-
-
 class BatchGroups:
     """The groups of one batch attempt.
 
@@ -143,24 +83,26 @@ class BatchGroups:
         max_groups: int | None = None,
     ) -> None:
         self.batch = batch
-        self._max_groups = max_groups
         self.groups: dict[str, GroupState] = {}
         self.failure: RunFailure | None = None
         self._rules = rules
-        self._query_at = query_at
         self._watch = watch
-        self._replaced = 0
+        self._admission = GroupAdmission(
+            batch,
+            self.groups,
+            num_groups=rules.num_groups,
+            rules=rules.closure,
+            query_at=query_at,
+            max_groups=max_groups,
+        )
         self._num_terminal = 0
         self._due: dict[str, None] = {}
         self._to_start: list[SampleId] = []
         self._closures: list[CloseGroup] = []
         self._held: dict[str, CloseGroup] = {}
         self._asks: dict[str, Scopes] = {}
-        self._to_replace: list[str] = []
-        self._admitting = False
         self._left: set[str] = set()
         self._reaching: dict[str, str] = {}
-        self._gaps: tuple[GroupSpec, ...] = ()
         self._updated: Collection[str] = ()
 
     # What is known
@@ -173,7 +115,7 @@ class BatchGroups:
     @property
     def num_admitted(self) -> int:
         """Queries taken so far, replacements included: how far the cursor moves."""
-        return sum(not group.spec.repeats for group in self.groups.values())
+        return self._admission.num_admitted
 
     @property
     def num_terminal(self) -> int:
@@ -184,7 +126,7 @@ class BatchGroups:
     def all_terminal(self) -> bool:
         """Whether no group is open, refillable or replaceable."""
         ended = 0 < len(self.groups) == self._num_terminal
-        return ended and not self._due and not self._to_replace
+        return ended and not self._due and not self._admission.is_replacing
 
     def open_samples(self) -> Iterator[SampleId]:
         """Sample attempts that shall run, oldest group first."""
@@ -217,7 +159,7 @@ class BatchGroups:
 
     def is_left(self, policy: str) -> bool:
         """Whether no row of a policy can come any more, and none waits for its group's end."""
-        if policy not in self._left or self._to_replace:
+        if policy not in self._left or self._admission.is_replacing:
             return self.all_terminal
         # Asked after every event: as long as the group that stood against it does, nothing changes.
         known = self.groups.get(self._reaching.get(policy, ""))
@@ -245,7 +187,7 @@ class BatchGroups:
 
     def admitted(self, specs: Iterable[GroupSpec]) -> None:
         """The store has the groups."""
-        self._admitting = False
+        self._admission.acknowledged()
         for spec in specs:
             group = self.groups[spec.group_id]
             group.stage = GroupStage.OPEN
@@ -269,7 +211,6 @@ class BatchGroups:
         self._updated = updated
         for item in sorted(stored, key=lambda item: item.spec.ordinal):
             group = self._add(item.spec, GroupStage.OPEN)
-            self._replaced += bool(item.spec.replaces) and not item.spec.repeats
             if item.lost:
                 group.lost = True
                 group.current.clear()  # what its samples were went with it
@@ -282,7 +223,7 @@ class BatchGroups:
             if group.stage is GroupStage.TERMINAL:
                 group.zero_variance = self._advantages(group).zero_variance
             self._due[group.spec.group_id] = None
-        self._gaps = self._find_gaps()
+        self._admission.restored()
 
     def sample_changed(self, fact: SampleFact) -> None:
         """The store told of a sample; news of other batches or from before is left aside."""
@@ -357,29 +298,21 @@ class BatchGroups:
 
     def due(self) -> list[AdmitGroups | CancelSamples | ReadRows | CloseGroup]:
         """What the batch needs now, and the groups that something happened to."""
-        if not self.groups:
-            return [self._admit([""] * self._num_first, "the batch begins")]
         effects: list[AdmitGroups | CancelSamples | ReadRows | CloseGroup] = []
-        if self._gaps:
-            self._replaced += sum(bool(s.replaces) and not s.repeats for s in self._gaps)
-            effects.append(self._admit_specs(self._gaps, "a crash cut their admission"))
-            self._gaps = ()
+        effects.extend(self._admit(self._admission.opening()))
         for group_id in self._due:
             group = self.groups[group_id]
             if group.stage is GroupStage.OPEN:
                 effects.extend(self._decide(group))
-            elif group.stage is GroupStage.TERMINAL and self._lacks_replacement(group):
-                self._to_replace.append(group_id)
+            elif group.stage is GroupStage.TERMINAL:
+                self._replace(group)
         self._due.clear()
         if self._held and self._whole_batch_known():
             self._closures.extend(self._whitened())
             self._held.clear()
         effects.extend(self._final(closure) for closure in self._closures)
         self._closures.clear()
-        # One write at a time: a crash between two could leave a gap, and its query untaken.
-        if self._to_replace and not self._admitting:
-            effects.append(self._admit(self._to_replace, "in place of dropped groups"))
-            self._to_replace = []
+        effects.extend(self._admit(self._admission.replacing()))
         return effects
 
     def take_startable(self) -> list[SampleId]:
@@ -395,7 +328,7 @@ class BatchGroups:
             group.newest(),
             num_wanted=self._rules.samples_per_group,
             rules=self._rules.closure,
-            replaced=self._replaced,
+            replaced=self._admission.num_replaced,
         )
 
     def _end(self, group: GroupState, status: GroupStatus, *, released: int) -> None:
@@ -451,7 +384,7 @@ class BatchGroups:
 
     def _whole_batch_known(self) -> bool:
         """Whether no group can come or end any more but those that are held."""
-        return not self._to_replace and all(
+        return not self._admission.is_replacing and all(
             group_id in self._held or group.stage is GroupStage.TERMINAL
             for group_id, group in self.groups.items()
         )
@@ -521,78 +454,20 @@ class BatchGroups:
             metadata={**first.metadata, "group": group.spec.group_id},
         )
 
-    def _lacks_replacement(self, group: GroupState) -> bool:
-        if not self._is_unreplaced(group):
-            return False
-        if group.lost:
-            return True  # no fault of its own: its query comes again
-        taken = self.num_admitted + sum(not self.groups[name].lost for name in self._to_replace)
-        is_left = self._max_groups is None or taken < self._max_groups
-        if is_left and may_replace(replaced=self._replaced, rules=self._rules.closure):
-            self._replaced += 1
-            return True
-        if self._rules.closure.on_replace_exhausted == "fail":
+    def _admit(self, effects: Iterable[AdmitGroups]) -> Iterator[AdmitGroups]:
+        for effect in effects:
+            for spec in effect.groups:
+                self._add(spec, GroupStage.ADMITTING)
+            yield effect
+
+    def _replace(self, group: GroupState) -> None:
+        exhausted = not self._admission.replace(group)
+        if exhausted and self._rules.closure.on_replace_exhausted == "fail":
             message = (
-                f"group {group.spec.group_id} was dropped after {self._replaced} replacement(s), "
-                "and batch.on_replace_exhausted = 'fail'"
+                f"group {group.spec.group_id} was dropped after {self._admission.num_replaced} "
+                "replacement(s), and batch.on_replace_exhausted = 'fail'"
             )
             self.failure = self._failure_of(group, message)
-        return False
-
-    def _admit(self, replaces: Sequence[str], reason: str) -> AdmitGroups:
-        specs: list[GroupSpec] = []
-        position = self.num_admitted
-        for ordinal, replaced in enumerate(replaces, start=len(self.groups)):
-            specs.append(self._spec(ordinal, position=position, replaces=replaced))
-            position += not specs[-1].repeats
-        return self._admit_specs(tuple(specs), reason)
-
-    def _spec(self, ordinal: int, *, position: int, replaces: str) -> GroupSpec:
-        """A group; `position`: of the query that it takes, unless it repeats a lost one's."""
-        lost = self.groups[replaces] if replaces and self.groups[replaces].lost else None
-        return GroupSpec(
-            group_id=str(GroupId(self.batch, ordinal)),
-            ordinal=ordinal,
-            query_index=self._query_at(position) if lost is None else lost.spec.query_index,
-            replaces=replaces,
-            repeats=lost is not None,
-        )
-
-    @property
-    def _num_first(self) -> int:
-        """Groups that the batch begins with."""
-        count = self._rules.num_groups
-        return count if self._max_groups is None else min(count, self._max_groups)
-
-    def _find_gaps(self) -> tuple[GroupSpec, ...]:
-        """Groups that an admission named and the store does not have.
-
-        An admission is one write per store shard; a crash between two leaves some of them out.
-        """
-        known = {group.spec.ordinal: group.spec for group in self.groups.values()}
-        unreplaced = [name for name, group in self.groups.items() if self._is_unreplaced(group)]
-        missing: list[GroupSpec] = []
-        position = 0
-        for ordinal in range(max(self._num_first, max(known) + 1)):
-            spec = known.get(ordinal)
-            if spec is None:
-                replaces = unreplaced.pop(0) if ordinal >= self._num_first else ""
-                spec = self._spec(ordinal, position=position, replaces=replaces)
-                missing.append(spec)
-            position += not spec.repeats
-        return tuple(missing)
-
-    def _is_unreplaced(self, group: GroupState) -> bool:
-        dropped = group.status is GroupStatus.DROPPED
-        return dropped and not any(
-            other.spec.replaces == group.spec.group_id for other in self.groups.values()
-        )
-
-    def _admit_specs(self, specs: tuple[GroupSpec, ...], reason: str) -> AdmitGroups:
-        self._admitting = True
-        for spec in specs:
-            self._add(spec, GroupStage.ADMITTING)
-        return AdmitGroups(batch=self.batch.batch, groups=specs, reason=reason)
 
     def _add(self, spec: GroupSpec, stage: GroupStage) -> GroupState:
         group = GroupState(spec, GroupId(self.batch, spec.ordinal), stage)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flexmarl.core.advantages import row_reward
-from flexmarl.core.batch import BatchGroups, GroupState
+from flexmarl.core.batch import BatchGroups
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.group_state import GroupState
 from flexmarl.core.policy_training import RecordStage
 from flexmarl.core.states import GroupStatus, SampleStatus
 from flexmarl.core.training import Training

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running, parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.local import LocalCluster
@@ -75,6 +76,25 @@ def with_store(
         CliError: There is neither a cluster nor data.
     """
     return asyncio.run(_with_store(use, ClusterFolder(data_dir.resolve()), list(cluster)))
+
+
+def with_run(
+    use: Callable[[RunStore, ClusterFolder, graph_pb2.Run], Awaitable[ResultT]],
+    run_id: str,
+    *,
+    data_dir: Path,
+    cluster: Sequence[str],
+) -> ResultT:
+    """Run `use` on a stored run, over all shards that it is spread over; see `with_store`.
+
+    Raises:
+        CliError: There is neither a cluster nor data, or no such run.
+    """
+
+    async def use_run(store: RunStore, folder: ClusterFolder) -> ResultT:
+        return await use(store, folder, await store.get_run(run_id))
+
+    return with_store(use_run, data_dir=data_dir, cluster=cluster)
 
 
 async def _with_store(

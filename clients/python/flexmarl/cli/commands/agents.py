@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.output import print_json, print_table
 from flexmarl.client.store import StoreClient
 
@@ -27,13 +28,14 @@ def agents(
         DomainError: No such run.
     """
 
-    async def read(store: StoreClient, _folder: ClusterFolder) -> list[dict[str, Any]]:
-        await store.get_run(run_id)  # its further stores are asked, too
+    async def read(
+        store: StoreClient, _folder: ClusterFolder, _run: graph_pb2.Run
+    ) -> list[dict[str, Any]]:
         answer = await store.describe_agents(run_id, batch=batch)
         total = sum(agent.num_vertices for agent in answer.agents)
         return [_row(agent, answer.num_samples, total) for agent in answer.agents]
 
-    rows = with_store(read, data_dir=data_dir, cluster=cluster)
+    rows = with_run(read, run_id, data_dir=data_dir, cluster=cluster)
     if as_json:
         print_json(rows)
     else:

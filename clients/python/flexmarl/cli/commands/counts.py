@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.output import print_json, print_line, print_table
 from flexmarl.client.store import StoreClient
 
@@ -27,14 +27,15 @@ def counts(
         DomainError: No such run.
     """
 
-    async def read(store: StoreClient, _folder: ClusterFolder) -> list[dict[str, Any]]:
-        await store.get_run(run_id)
+    async def read(
+        store: StoreClient, _folder: ClusterFolder, _run: graph_pb2.Run
+    ) -> list[dict[str, Any]]:
         manifests = await store.list_manifests(run_id)
         records = [manifest.batch for manifest in manifests if manifest.HasField("batch")]
         chosen = [record for record in records if batch in (None, record.batch)]
         return [row for record in chosen for row in await _count(store, run_id, record)]
 
-    rows = with_store(read, data_dir=data_dir, cluster=cluster)
+    rows = with_run(read, run_id, data_dir=data_dir, cluster=cluster)
     if as_json:
         print_json(rows)
     elif rows:

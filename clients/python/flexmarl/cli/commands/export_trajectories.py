@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.graph.tokens import TokenTexts
 from flexmarl.cli.output import print_line
 from flexmarl.client.bundle import materialise
@@ -31,8 +32,9 @@ def export_trajectories(
     """
     check_format(format_)
 
-    async def write(store: StoreClient, folder: ClusterFolder) -> dict[str, int]:
-        run = await store.get_run(run_id)
+    async def write(
+        store: StoreClient, folder: ClusterFolder, run: graph_pb2.Run
+    ) -> dict[str, int]:
         models = {
             name: await materialise(store, run.models[name], folder.cache)
             for name in sorted(run.models)
@@ -41,5 +43,5 @@ def export_trajectories(
             store, run_id, out=out, format_=format_, batch=batch, decode=TokenTexts(models)
         )
 
-    counts = with_store(write, data_dir=data_dir, cluster=cluster)
+    counts = with_run(write, run_id, data_dir=data_dir, cluster=cluster)
     print_line(f"{out}: " + ", ".join(f"{number} {name}" for name, number in counts.items()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2, meg_store_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.graph.draw import DRAWINGS
 from flexmarl.cli.graph.tokens import TokenTexts
@@ -37,8 +37,7 @@ def graph(
     if format_ not in DRAWINGS:
         raise CliError(f"--format {format_!r}: use one of {', '.join(DRAWINGS)}")
 
-    async def read(store: StoreClient, folder: ClusterFolder) -> SampleView:
-        await store.get_run(run_id)  # its further stores are asked, too
+    async def read(store: StoreClient, folder: ClusterFolder, run: graph_pb2.Run) -> SampleView:
         answer = await store.get_sample_graph(
             run_id, sample_id, view=meg_store_pb2.VERTEX_VIEW_FULL, critical_path=critical_path
         )
@@ -49,24 +48,23 @@ def graph(
             kept = [vertex for vertex in answer.vertices if vertex.meta.vertex_id in names]
             del answer.vertices[:]
             answer.vertices.extend(kept)
-        return await _view(store, folder, run_id, answer)
+        return await _view(store, folder, run, answer)
 
-    print_line(DRAWINGS[format_](with_store(read, data_dir=data_dir, cluster=cluster)))
+    print_line(DRAWINGS[format_](with_run(read, run_id, data_dir=data_dir, cluster=cluster)))
 
 
 async def _view(
     store: StoreClient,
     folder: ClusterFolder,
-    run_id: str,
+    run: graph_pb2.Run,
     answer: meg_store_pb2.GetSampleGraphResponse,
 ) -> SampleView:
-    run = await store.get_run(run_id)
     policies = {vertex.meta.policy for vertex in answer.vertices if vertex.meta.policy}
     models = {name: await materialise(store, run.models[name], folder.cache) for name in policies}
     return sample_view(
         answer.sample,
         answer.vertices,
-        query_json=await _query_of(store, run_id, answer.sample),
+        query_json=await _query_of(store, run.run_id, answer.sample),
         decode=TokenTexts(models),
         critical_path=answer.critical_path,
     )

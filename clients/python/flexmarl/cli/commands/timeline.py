@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import SERVICES
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.output import print_line
 from flexmarl.client.store import StoreClient
 from flexmarl.client.timeline import (
@@ -24,8 +25,7 @@ from flexmarl.runtime.spans import read_spans
 def timeline(run_id: str, *, out: Path, data_dir: Path, cluster: Sequence[str]) -> None:
     """Write a run's timeline."""
 
-    async def write(store: StoreClient, folder: ClusterFolder) -> int:
-        await store.get_run(run_id)  # an unknown run is an error, not an empty timeline
+    async def write(store: StoreClient, folder: ClusterFolder, _run: graph_pb2.Run) -> int:
         manifests = await store.list_manifests(run_id)
         vertices = [vertex.meta async for vertex in store.list_vertices(run_id)]
         spans = [
@@ -35,7 +35,7 @@ def timeline(run_id: str, *, out: Path, data_dir: Path, cluster: Sequence[str]) 
         ]
         return write_trace(spans, out, counters=queue_counters(vertices))
 
-    count = with_store(write, data_dir=data_dir, cluster=cluster)
+    count = with_run(write, run_id, data_dir=data_dir, cluster=cluster)
     print_line(f"{count} spans: {out} (open it in https://ui.perfetto.dev or chrome://tracing)")
 
 

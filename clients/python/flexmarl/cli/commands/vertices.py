@@ -14,7 +14,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.connect import with_store
+from flexmarl.cli.connect import with_run
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.output import print_json, print_line, print_table
 from flexmarl.client.store import StoreClient
@@ -104,8 +104,9 @@ def vertices(
     """
     chosen, order = query.to_filter(), query.to_order()
 
-    async def read(store: StoreClient, _folder: ClusterFolder) -> list[graph_pb2.VertexMeta]:
-        await store.get_run(run_id)  # its further stores are asked, too
+    async def read(
+        store: StoreClient, _folder: ClusterFolder, run: graph_pb2.Run
+    ) -> list[graph_pb2.VertexMeta]:
         found = store.list_vertices(
             run_id, chosen, order=order, descending=query.descending, page_size=min(limit + 1, 1000)
         )
@@ -115,10 +116,10 @@ def vertices(
             if len(metas) > limit:
                 break
         if not metas:
-            await _check_names(store, run_id, query)
+            await _check_names(store, run, query)
         return metas
 
-    metas = with_store(read, data_dir=data_dir, cluster=cluster)
+    metas = with_run(read, run_id, data_dir=data_dir, cluster=cluster)
     rows = [describe(meta) for meta in metas[:limit]]
     if as_json:
         print_json(rows)
@@ -157,10 +158,9 @@ def describe(meta: graph_pb2.VertexMeta) -> dict[str, Any]:
     }
 
 
-async def _check_names(store: StoreClient, run_id: str, query: VertexQuery) -> None:
+async def _check_names(store: StoreClient, run: graph_pb2.Run, query: VertexQuery) -> None:
     """Tells a name that was mistyped from one that has nothing to show."""
-    run = await store.get_run(run_id)
-    called = (await store.describe_agents(run_id)).agents
+    called = (await store.describe_agents(run.run_id)).agents
     declared = json.loads(run.config_json).get("agents", {})
     for option, name, known in (
         ("--agent", query.agent, {*declared, *(each.agent for each in called)}),

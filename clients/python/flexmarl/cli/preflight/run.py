@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flexmarl.cli.errors import CliError
@@ -30,14 +30,38 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def notes_of(config: RunConfig) -> list[str]:
-    """Returns what a user should know of a run that is right as it is."""
-    advantage = config.advantage
-    if advantage.rule().release_scope != "batch":
+    """Returns what a user should know of a run that is right as it is.
+
+    What rules out that training overlaps with rollout is said where that is wanted.
+    """
+    if not config.pipeline.overlap or config.pipeline.colocated:
         return []
-    return [
-        f'advantage.estimator = "{advantage.estimator}" compares whole batches: nothing is trained '
-        "while a batch still rolls out"
-    ]
+    advantage = config.advantage
+    if advantage.rule().release_scope == "batch":
+        return [
+            f'advantage.estimator = "{advantage.estimator}" compares whole batches: nothing is '
+            "trained while a batch still rolls out"
+        ]
+    return [note for name in config.trained_policies() for note in _micro_batch_notes(config, name)]
+
+
+def _micro_batch_notes(config: RunConfig, policy: str) -> Iterator[str]:
+    """Says of a policy whose micro-batches may never be full that it is trained at the end.
+
+    How often a workflow calls an agent is not known before it runs: once is what is counted on.
+    """
+    batch, trainer = config.batch, config.policies[policy].trainer
+    num_agents = sum(agent.policy == policy for agent in config.agents.values())
+    num_rows = batch.groups * batch.samples_per_group * num_agents
+    if trainer.micro_batch_rows > num_rows and trainer.micro_batch_tokens is None:
+        counted = (
+            f"{batch.groups} groups x {batch.samples_per_group} samples x {num_agents} agent(s)"
+        )
+        yield (
+            f"policies.{policy}.trainer.micro_batch_rows = {trainer.micro_batch_rows} is more than "
+            f"a batch has for it when each agent is called once per sample ({counted} = "
+            f"{num_rows} rows): nothing of it is trained before the batch is sampled"
+        )
 
 
 def check_run(config: RunConfig, *, max_engines: int = 0) -> None:

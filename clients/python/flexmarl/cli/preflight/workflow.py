@@ -36,6 +36,11 @@ def check_workflow(config: RunConfig, *, timeout_s: float = IMPORT_TIMEOUT_S) ->
             for name, tool in workflow.tools.items()
         },
     }
+    if config.advantage.rule().is_own:
+        functions["advantage.estimator"] = {
+            "name": config.advantage.estimator,
+            "coroutine": False,
+        }
     problem = _ask_child(workflow.package, functions, timeout_s)
     if problem:
         place = f" ({problem['file']}:{problem['line']})" if problem["file"] else ""

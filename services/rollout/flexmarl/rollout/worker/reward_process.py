@@ -114,9 +114,7 @@ class Scorer:
 
     def _score(self, job_json: bytes) -> RewardSet:
         sample = decode_job(job_json)
-        returned = self._user.reward(sample)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait(returned))
+        returned = _settled(self._user.reward(sample))
         return to_reward_set(
             returned, sample=sample, agents=self._user.config.agents.keys(), what=self._what
         )
@@ -127,13 +125,18 @@ class Scorer:
         return [
             RewardScope(
                 values=to_advantages(
-                    estimator(list(scope.values)),
+                    _settled(estimator(list(scope.values))),
                     count=len(scope.values),
                     what=self._what_estimator,
                 )
             )
             for scope in scopes
         ]
+
+
+def _settled(returned: Any) -> Any:  # noqa: ANN401 - whatever the user's function returned
+    """The value, of an async function, too."""
+    return asyncio.run(_wait(returned)) if inspect.isawaitable(returned) else returned
 
 
 async def _wait(awaitable: Any) -> Any:  # noqa: ANN401 - whatever the user's function returned
