@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from benchmarks.pipeline_modes import Emulation
-from benchmarks.pipeline_run import step_s
+from benchmarks.pipeline_modes import Emulation, num_slots
+from benchmarks.pipeline_parts import parts
+from benchmarks.pipeline_run import Measured, measure
 from benchmarks.report import Report
-from flexmarl.core.ideal_schedule import Mode, StepBound, ideal_steps, mean_step_s
+from flexmarl.core.ideal_schedule import MODES, Mode, StepBound, ideal_steps, mean_step_s
 from flexmarl.core.workload import calls_of
 
 WORKLOADS: Final = Path(__file__).parents[2] / "shared/workloads"
@@ -60,7 +61,8 @@ def _measure(report: Report, emulation: Emulation, modes: list[Mode]) -> None:
     steps: dict[Mode, float] = {}
     for mode in modes:
         report.progress(f"pipeline: {name}, {mode.value}")
-        steps[mode] = asyncio.run(step_s(emulation, mode))
+        measured = asyncio.run(measure(emulation, mode))
+        steps[mode] = measured.step_s
         bound = mean_step_s(bounds[mode])
         report.figure(
             f"pipeline.{name}.step_s.{mode.value}",
@@ -70,8 +72,26 @@ def _measure(report: Report, emulation: Emulation, modes: list[Mode]) -> None:
             ratio=steps[mode] / bound,
             bound=f"<= {WITHIN} x" if mode is Mode.FULL else "",
         )
+        _explain(report, emulation, mode, measured)
     if Mode.FULL in steps:
         _compare(report, emulation, steps, bounds)
+
+
+def _explain(report: Report, emulation: Emulation, mode: Mode, measured: Measured) -> None:
+    """Says where the time went, and what the services themselves took of the machine."""
+    pools, colocated = emulation.workload.pools, MODES[mode].colocated
+    lines = parts(
+        measured.spans,
+        measured.edges,
+        num_instances=pools.colocated_groups if colocated else pools.rollout_instances,
+        max_concurrency=pools.max_concurrency,
+        num_slots=num_slots(emulation, mode),
+    )
+    report.note(
+        f"{emulation.workload.name} {mode.value}: the services took {measured.cores:.2f} cores"
+    )
+    for line in lines:
+        report.note(line)
 
 
 def _compare(

@@ -13,8 +13,8 @@ import itertools
 import math
 import sys
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -23,6 +23,7 @@ from random import Random
 from typing import Any, Final
 
 from benchmarks.pipeline_modes import Emulation, num_slots, run_config
+from benchmarks.pipeline_parts import Kind, Span, parts
 from flexmarl.core.balance import BalanceConfig, Balancer, Move
 from flexmarl.core.balance_monitor import Monitor, MoveCosts
 from flexmarl.core.dataset_order import DatasetOrder
@@ -95,6 +96,7 @@ _TRAINER: Final = "trainer"
 class _Request:
     vertex_id: str
     attempt_id: str
+    since: float
     first_at: float
     token_s: float
     num_tokens: int
@@ -120,7 +122,7 @@ class _Instance:
 class _Vertex:
     sample: str
     call: Mapping[str, Any]
-    num_kept: int = 0
+    since: float
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ class VirtualRun:
 
     def __init__(self, emulation: Emulation, mode: Mode, folder: Path) -> None:
         self.now = 0.0
-        self.spans: list[tuple[str, str, float, float]] = []
+        self.spans: list[Span] = []
+        self.commits: list[float] = []
         self._emulation = emulation
         self._scale = emulation.second_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -224,8 +227,8 @@ class VirtualRun:
         serving = {i.policy for i in self._instances.values() if (i.version or -1) >= version}
         return serving == set(self._config.policies) and self._version >= version
 
-    def _span(self, track: str, what: str, since: float) -> None:
-        self.spans.append((track, what, since, self.now))
+    def _span(self, kind: Kind, name: str, since: float) -> None:
+        self.spans.append(Span(kind, name, since / self._scale, self.now / self._scale))
 
     # The orchestrator.
 
@@ -273,8 +276,8 @@ class VirtualRun:
 
     def _end(self, effect: Work, since: float) -> None:
         if isinstance(effect, Bind | Compute | Apply):
-            for slot in self._held[effect.binding]:
-                self._span(slot, f"{effect.policy} {type(effect).__name__}", since)
+            for _ in self._held[effect.binding]:
+                self._span("train", f"{effect.policy} {type(effect).__name__.lower()}", since)
         self._feed(EffectDone(effect, self._result(effect)))
 
     def _result(self, effect: Work) -> Result:
@@ -312,8 +315,10 @@ class VirtualRun:
                 self._version = version
                 for policy in self._config.policies:
                     self._announce(version, policy)
-            case CloseGroup() | Commit():
-                self._span("orchestrator", type(effect).__name__, self.now)
+            case CloseGroup():
+                self._span("close", effect.group_id, self.now)
+            case Commit():
+                self.commits.append(self.now / self._scale)
             case _:
                 if hasattr(effect, "groups"):
                     for spec in effect.groups:
@@ -352,7 +357,7 @@ class VirtualRun:
         name = str(sample.sample_id)
         vertex_id = f"{name}/0:{call['id']}"
         policy = self._emulation.document["agents"][call["agent"]]
-        self._vertices[vertex_id] = _Vertex(name, call)
+        self._vertices[vertex_id] = _Vertex(name, call, self.now)
         agent = self._config.agents[call["agent"]]
         group = sample.sample_id.group
         self._post(
@@ -429,7 +434,8 @@ class VirtualRun:
 
     def _send(self, effect: Send) -> None:
         instance, vertex = self._instances[effect.instance_id], self._vertices[effect.vertex_id]
-        call, vertex.num_kept = vertex.call, effect.num_kept
+        call = vertex.call
+        self._span("wait", instance.policy, vertex.since)
         engine = self._sim[instance.policy].rollout.simulated
         assert engine is not None
         tool_s = 0.0 if effect.num_kept else call["tool_s"]
@@ -438,17 +444,18 @@ class VirtualRun:
         request = _Request(
             effect.vertex_id,
             effect.attempt_id,
+            self.now,
             self.now + first_s,
             self._scale / engine.decode_tokens_per_s,
             max(call["output_tokens"] - effect.num_kept, 1),
         )
         instance.running[effect.attempt_id] = request
-        self._at(request.ends_at - self.now, partial(self._done, instance, request, self.now))
+        self._at(request.ends_at - self.now, partial(self._done, instance, request))
 
-    def _done(self, instance: _Instance, request: _Request, since: float) -> None:
+    def _done(self, instance: _Instance, request: _Request) -> None:
         if instance.running.pop(request.attempt_id, None) is None:
             return
-        self._span(instance.name, instance.policy, since)
+        self._span("request", instance.policy, request.since)
         self._post(
             AttemptSucceeded(
                 request.attempt_id,
@@ -461,6 +468,7 @@ class VirtualRun:
     def _aborted(self, effect: Abort) -> None:
         instance = self._instances[effect.instance_id]
         request = instance.running.pop(effect.attempt_id)
+        self._span("request", instance.policy, request.since)
         made = min(max(int((self.now - request.first_at) / request.token_s), 0), request.num_tokens)
         self._post(
             AttemptAborted(effect.attempt_id, instance.version or 0, instance.weights_hash, made)
@@ -519,7 +527,7 @@ class VirtualRun:
         instance.version, instance.weights_hash = version, weights_hash
         instance.held_policy = instance.policy
         self._costs.loaded(instance.policy, self.now - since)
-        self._span(instance.name, f"load {instance.policy}", since)
+        self._span("load", instance.policy, since)
         self._tell_instance(instance)
 
     def _look(self) -> None:
@@ -552,7 +560,7 @@ class VirtualRun:
             return False
         chosen = min(able, key=lambda i: (self._dispatcher.load_at(i.name), i.name))
         self._moving[chosen.name] = (move, self.now)
-        self.spans.append(("moves", f"{move.giver} to {move.receiver}", self.now, self.now))
+        self._span("move", f"{move.giver} to {move.receiver}", self.now)
         self._post(InstanceVacating(chosen.name))
         return True
 
@@ -565,36 +573,6 @@ class VirtualRun:
         instance.version, instance.weights_hash = None, ""
         self._tell_instance(instance)
         self._order_loads()
-
-
-def _report(run: VirtualRun, emulation: Emulation) -> Iterator[str]:
-    scale = emulation.second_s
-    commits = [start / scale for track, what, start, _ in run.spans if what == "Commit"]
-    edges = [*commits, run.now / scale][: len(emulation.workload.batches) + 1]
-    yield f"commits at {[round(edge, 1) for edge in edges]}"
-    for begin, end in itertools.pairwise(edges):
-        busy: dict[str, float] = defaultdict(float)
-        last: dict[str, float] = defaultdict(float)
-        moves: Counter[str] = Counter()
-        for track, what, s, e in run.spans:
-            s, e = max(s / scale, begin), min(e / scale, end)
-            if e < s:
-                continue
-            if track == "moves":
-                moves[what] += 1
-            elif track != "orchestrator":
-                key = what if track.startswith("slot") else f"requests of {what}"
-                busy[key] += e - s
-                last[key] = max(last[key], e - begin)
-        closes = [
-            round(s / scale - begin)
-            for track, what, s, _ in run.spans
-            if what == "CloseGroup" and begin <= s / scale <= end
-        ]
-        yield f"step {end - begin:.1f} s; groups close at {closes}"
-        yield f"  moves {sum(moves.values())}: {dict(moves)}"
-        for key in sorted(busy):
-            yield f"  {key}: {busy[key]:.0f} s, last ends at {last[key]:.0f}"
 
 
 def main() -> None:
@@ -613,8 +591,16 @@ def main() -> None:
         step / mean_step_s(bounds),
     )
     print([f"{b.rollout_s:.0f} -> {b.step_s:.0f}" for b in bounds])
-    for line in _report(run, emulation):
-        print(line)
+    pools = emulation.workload.pools
+    edges = [*run.commits, run.now / second_s][: len(bounds) + 1]
+    lines = parts(
+        run.spans,
+        edges,
+        num_instances=pools.rollout_instances,
+        max_concurrency=pools.max_concurrency,
+        num_slots=pools.trainer_units,
+    )
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

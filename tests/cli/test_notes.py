@@ -12,13 +12,13 @@ def notes(run_files, *overrides: str) -> list[str]:
 
 
 def test_nothing_of_a_run_whose_micro_batches_fill(run_files):
-    assert notes(run_files, "policies.solver.trainer.micro_batch_rows=4") == []
+    assert notes(run_files, "policies.solver.trainer.micro_batch_rows=16") == []
 
 
 def test_a_micro_batch_larger_than_a_batch_can_give(run_files):
-    (note,) = notes(run_files, "policies.solver.trainer.micro_batch_rows=5")
-    assert note.startswith("policies.solver.trainer.micro_batch_rows = 5 is more than")
-    assert "2 groups x 2 samples x 1 agent(s) = 4 rows" in note
+    (note,) = notes(run_files, "policies.solver.trainer.micro_batch_rows=17")
+    assert note.startswith("policies.solver.trainer.micro_batch_rows = 17 is more than")
+    assert "2 groups x 2 samples x 1 agents x 4 calls = 16 rows" in note
 
 
 def test_an_estimator_that_compares_whole_batches(run_files):
@@ -36,4 +36,4 @@ def test_an_estimator_that_compares_whole_batches(run_files):
     ],
 )
 def test_nothing_where_no_overlap_is_lost(run_files, settings: list[str]):
-    assert notes(run_files, "policies.solver.trainer.micro_batch_rows=5", *settings) == []
+    assert notes(run_files, "policies.solver.trainer.micro_batch_rows=17", *settings) == []

@@ -18,6 +18,7 @@ from flexmarl.core.run_events import EffectDone, Event
 from flexmarl.core.states import GroupStatus
 from flexmarl.core.training_alarms import training_alarms
 from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.last_evaluation import evaluation_report
 from flexmarl.orchestrator.trainer_effects import TrainerEffects
 from flexmarl.runtime.logging import get_logger
 
@@ -111,10 +112,7 @@ class Accounts:
         """The run has ended: its last version has no batch, but may have been evaluated."""
         evaluation = self._core.evaluation
         if self._core.batch is None and evaluation is not None and evaluation.done:
-            record = graph_pb2.BatchRecord(batch=evaluation.version, metrics=evaluation.metrics())
-            self._context.reports.append(
-                orchestrator_pb2.VersionReport(version=evaluation.version, batch=record)
-            )
+            self._context.reports.append(evaluation_report(evaluation))
 
     def _training_numbers(self) -> dict[str, float]:
         numbers: dict[str, float] = {}

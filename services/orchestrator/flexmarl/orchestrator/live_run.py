@@ -28,6 +28,7 @@ from flexmarl.orchestrator.convert import (
     failure_of_error,
 )
 from flexmarl.orchestrator.driver import Driver
+from flexmarl.orchestrator.last_evaluation import stored_evaluation
 from flexmarl.orchestrator.progress import bounds_of, describe
 from flexmarl.orchestrator.recovery import read_stored_run
 from flexmarl.orchestrator.rollout_effects import RolloutEffects
@@ -90,11 +91,12 @@ class LiveRun:
         self._status: common_pb2.RunStatus.ValueType = common_pb2.RUN_STATUS_RUNNING
         self._failure: RunFailure | None = None
         self._version = 0
+        self._recalled: tuple[pb.VersionReport, ...] = ()
 
     @property
     def reports(self) -> Sequence[pb.VersionReport]:
-        """Reports of versions that this process committed, oldest first."""
-        return () if self._context is None else self._context.reports
+        """Reports of versions that no other process tells of, oldest first."""
+        return self._recalled if self._context is None else self._context.reports
 
     @property
     def progress(self) -> pb.RunProgress:
@@ -124,10 +126,20 @@ class LiveRun:
         if self._driver is not None:
             self._driver.stop(finish_batch=finish_batch)
 
-    def recall(self) -> None:
-        """Take an ended run as the store has it: nothing is driven."""
+    async def recall(self) -> None:
+        """Take a finished run as the store has it: nothing is driven.
+
+        Raises:
+            DomainError: UNAVAILABLE, the store does not answer.
+        """
         self._status = self._run.status
-        self._version = self._run_config.versions
+        manifest = await self.store.get_manifest(self.run_id)
+        if manifest is not None:
+            self._version = manifest.version
+            report = await stored_evaluation(
+                self.store, self.run_id, self._run_config, version=manifest.version
+            )
+            self._recalled = () if report is None else (report,)
         self.ended.set()
 
     async def drive(self) -> None:

@@ -243,7 +243,7 @@ class Runs:
                 {"run": run_id},
             )
         if run.status == common_pb2.RUN_STATUS_FINISHED:
-            live.recall()
+            await live.recall()
             self._owned.remove(run_id)
             return live
         self._owned.add(OwnedRun(run_id, home.name, home.address))

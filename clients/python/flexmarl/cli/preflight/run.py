@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.preflight.capacity import check_capacity
@@ -14,6 +15,9 @@ from flexmarl.cli.preflight.workflow import check_workflow
 from flexmarl.cli.progress.trackers import check_trackers
 from flexmarl.runtime.config import load_config
 from flexmarl.runtime.run_config import RunConfig
+
+_CALLS_PER_SAMPLE: Final = 4
+"""Of one agent; more calls than that are rare, so a batch that needs them is told of."""
 
 
 def load_run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -48,19 +52,20 @@ def notes_of(config: RunConfig) -> list[str]:
 def _micro_batch_notes(config: RunConfig, policy: str) -> Iterator[str]:
     """Says of a policy whose micro-batches may never be full that it is trained at the end.
 
-    How often a workflow calls an agent is not known before it runs: once is what is counted on.
+    How often a workflow calls an agent is not known before it runs: a few times is counted on.
     """
     batch, trainer = config.batch, config.policies[policy].trainer
     num_agents = sum(agent.policy == policy for agent in config.agents.values())
-    num_rows = batch.groups * batch.samples_per_group * num_agents
+    num_rows = batch.groups * batch.samples_per_group * num_agents * _CALLS_PER_SAMPLE
     if trainer.micro_batch_rows > num_rows and trainer.micro_batch_tokens is None:
-        counted = (
-            f"{batch.groups} groups x {batch.samples_per_group} samples x {num_agents} agent(s)"
+        factors = (
+            f"{batch.groups} groups x {batch.samples_per_group} samples x {num_agents} agents x "
+            f"{_CALLS_PER_SAMPLE} calls"
         )
         yield (
             f"policies.{policy}.trainer.micro_batch_rows = {trainer.micro_batch_rows} is more than "
-            f"a batch has for it when each agent is called once per sample ({counted} = "
-            f"{num_rows} rows): nothing of it is trained before the batch is sampled"
+            f"a batch is likely to give ({factors} = {num_rows} rows): then nothing of it is "
+            "trained while the batch still rolls out"
         )
 
 
