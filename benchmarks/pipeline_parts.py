@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["request", "wait", "load", "move", "close", "train"]
 
@@ -51,7 +51,7 @@ def parts(
     """
     for number, (begin_s, end_s) in enumerate(pairwise(edges)):
         own = [_cut(span, begin_s, end_s) for span in spans if _meets(span, begin_s, end_s)]
-        of = {kind: [span for span in own if span.kind == kind] for kind in Kind.__args__}
+        of = {kind: [span for span in own if span.kind == kind] for kind in get_args(Kind)}
         step_s = end_s - begin_s
         closes = " ".join(f"{span.end_s - begin_s:.0f}" for span in of["close"])
         yield f"batch {number}: {step_s:.1f} s; groups close at {closes}"

@@ -51,6 +51,7 @@ from flexmarl.core.ids import SampleId
 from flexmarl.core.run import RunCore
 from flexmarl.core.run_effects import (
     ActivateVersion,
+    AdmitGroups,
     Apply,
     Bind,
     CloseGroup,
@@ -210,7 +211,7 @@ class VirtualRun:
         """
         num_batches = len(self._emulation.workload.batches)
         self._begun = math.inf
-        self._at(0.0, lambda: self._feed())
+        self._at(0.0, self._feed)
         if self._config.rollout.balance.rule != "off":
             self._at(0.0, self._look)
         while True:
@@ -319,10 +320,10 @@ class VirtualRun:
                 self._span("close", effect.group_id, self.now)
             case Commit():
                 self.commits.append(self.now / self._scale)
+            case AdmitGroups(groups=groups):
+                self._group_query.update((spec.group_id, spec.query_index) for spec in groups)
             case _:
-                if hasattr(effect, "groups"):
-                    for spec in effect.groups:
-                        self._group_query[spec.group_id] = spec.query_index
+                pass
         return None
 
     def _saved(self, policy: str) -> StateFact:
@@ -503,7 +504,6 @@ class VirtualRun:
         weights = [
             InstanceWeights(i.name, i.policy, i.version, i.weights_hash, i.requested, -math.inf)
             for i in self._instances.values()
-            if i.name not in self._moving or not i.running
         ]
         for load in decide_loads(
             weights, open_versions=self._open, weights=self._weights, now=self.now
