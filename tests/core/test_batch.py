@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flexmarl.core.advantages import AdvantageRule
-from flexmarl.core.batch import BatchGroups, BatchRules
+from flexmarl.core.batch import BatchGroups
+from flexmarl.core.batch_rules import BatchRules
 from flexmarl.core.closure import ClosureRules, FailureWatch
 from flexmarl.core.ids import BatchId, GroupId, SampleId
 from flexmarl.core.run_effects import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.core.advantages import AdvantageRule
-from flexmarl.core.batch import BatchRules
+from flexmarl.core.batch_rules import BatchRules
 from flexmarl.core.closure import ClosureRules
 from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules

@@ -11,55 +11,30 @@ the store acknowledged it (admit, read, close) or told that a sample ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
 
-from flexmarl.core.advantages import (
-    AdvantageRule,
-    FinishedSample,
-    GroupAdvantages,
-    Scopes,
-    group_advantages,
-    group_scopes,
-    whiten_batch,
-)
-from flexmarl.core.chains import chained, folded
+from flexmarl.core.advantages import Scopes
+from flexmarl.core.batch_rules import BatchRules
+from flexmarl.core.chains import folded
 from flexmarl.core.closure import (
     CancelRest,
     Close,
-    ClosureRules,
     Drop,
     Fail,
     FailureWatch,
     Refill,
     Wait,
     decide_group,
-    redundant_ordinals,
 )
 from flexmarl.core.group_admission import GroupAdmission
+from flexmarl.core.group_closing import GroupClosing
 from flexmarl.core.group_state import GroupStage, GroupState
 from flexmarl.core.ids import BatchId, GroupId, SampleId
 from flexmarl.core.reach import group_reaches
 from flexmarl.core.run_effects import AdmitGroups, CancelSamples, CloseGroup, GroupSpec, ReadRows
 from flexmarl.core.run_events import StoredGroup
 from flexmarl.core.states import GroupStatus, SampleStatus, VoidReason
-from flexmarl.core.training_rows import Rewards, Row, RowVoid, RunFailure, SampleFact
-
-_DEAD_ROWS = {
-    SampleStatus.FAILED: VoidReason.SAMPLE_FAILED,
-    SampleStatus.CANCELLED: VoidReason.SAMPLE_FAILED,
-    SampleStatus.SUPERSEDED: VoidReason.REPLAY_DIVERGED,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRules:
-    """Size of a batch, failure policy and advantages."""
-
-    num_groups: int
-    samples_per_group: int
-    closure: ClosureRules
-    advantage: AdvantageRule
+from flexmarl.core.training_rows import Row, RunFailure, SampleFact
 
 
 class BatchGroups:
@@ -95,15 +70,12 @@ class BatchGroups:
             query_at=query_at,
             max_groups=max_groups,
         )
+        self._closing = GroupClosing(batch, self.groups, rules)
         self._num_terminal = 0
         self._due: dict[str, None] = {}
         self._to_start: list[SampleId] = []
-        self._closures: list[CloseGroup] = []
-        self._held: dict[str, CloseGroup] = {}
-        self._asks: dict[str, Scopes] = {}
         self._left: set[str] = set()
         self._reaching: dict[str, str] = {}
-        self._updated: Collection[str] = ()
 
     # What is known
 
@@ -176,7 +148,7 @@ class BatchGroups:
         group = self.groups.get(str(SampleId.parse(row.sample_id).group))
         if group is None:
             return VoidReason.GROUP_DROPPED
-        reason = self._dead_reason(group, row.sample_id)
+        reason = self._closing.dead_reason(group, row.sample_id)
         if reason is not None:
             return reason
         # It finished behind the back of a workflow that had returned already.
@@ -208,7 +180,6 @@ class BatchGroups:
             updated: Policies whose update is made: rows that groups bring in place of lost ones
                 come too late for it.
         """
-        self._updated = updated
         for item in sorted(stored, key=lambda item: item.spec.ordinal):
             group = self._add(item.spec, GroupStage.OPEN)
             if item.lost:
@@ -220,9 +191,8 @@ class BatchGroups:
         for sample in samples:
             self.sample_changed(sample)
         for group in self.groups.values():
-            if group.stage is GroupStage.TERMINAL:
-                group.zero_variance = self._advantages(group).zero_variance
             self._due[group.spec.group_id] = None
+        self._closing.restored(updated)
         self._admission.restored()
 
     def sample_changed(self, fact: SampleFact) -> None:
@@ -262,32 +232,19 @@ class BatchGroups:
         group = self.groups[group_id]
         group.rows = rows
         group.stage = GroupStage.CLOSING
-        if self._rules.advantage.is_own and isinstance(group.decision, Close):
-            scopes = group_scopes(self._finished(group), self._rules.advantage)
-            if scopes:
-                self._asks[group_id] = scopes
-                return
-        self._close(group_id)
+        self._closing.rows_known(group)
 
     def take_asks(self) -> dict[str, Scopes]:
         """What the run's own estimator has to be asked, by group, since the last call."""
-        due, self._asks = self._asks, {}
-        return due
+        return self._closing.take_asks()
 
     def ask_again(self, group_id: str, scopes: Scopes) -> None:
         """The answer was lost."""
-        self._asks[group_id] = scopes
+        self._closing.ask_again(group_id, scopes)
 
     def advantages_made(self, group_id: str, own: Scopes) -> None:
         """The run's own estimator has answered: the group's end can be written."""
-        self._close(group_id, own)
-
-    def _close(self, group_id: str, own: Scopes | None = None) -> None:
-        closure = self._closure(self.groups[group_id], own)
-        if self._rules.advantage.release_scope == "batch" and closure.status is GroupStatus.CLOSED:
-            self._held[group_id] = closure
-        else:
-            self._closures.append(closure)
+        self._closing.close(self.groups[group_id], own)
 
     def closed(self, effect: CloseGroup) -> tuple[Row, ...]:
         """The store has closed or dropped the group; returns the rows that it released."""
@@ -307,11 +264,7 @@ class BatchGroups:
             elif group.stage is GroupStage.TERMINAL:
                 self._replace(group)
         self._due.clear()
-        if self._held and self._whole_batch_known():
-            self._closures.extend(self._whitened())
-            self._held.clear()
-        effects.extend(self._final(closure) for closure in self._closures)
-        self._closures.clear()
+        effects.extend(self._closing.due(may_grow=self._admission.is_replacing))
         effects.extend(self._admit(self._admission.replacing()))
         return effects
 
@@ -336,87 +289,6 @@ class BatchGroups:
         group.status = status
         group.released = released
         self._num_terminal += 1
-
-    def _closure(self, group: GroupState, own: Scopes | None) -> CloseGroup:
-        group_id, rows = group.spec.group_id, group.rows
-        assert group.decision is not None, "rows are read once the group's end is decided"
-        advantages = self._advantages(group, own)
-        group.zero_variance = advantages.zero_variance
-        flat = advantages.zero_variance and self._rules.closure.filter_zero_variance
-        if flat and isinstance(group.decision, Close):
-            reason = "all samples have the same reward"
-            group.decision = Drop(VoidReason.ZERO_VARIANCE, reason)
-        voided = list(advantages.voided)
-        samples = dict.fromkeys(row.sample_id for row in rows)
-        reasons = {sample_id: self._dead_reason(group, sample_id) for sample_id in samples}
-        for row in rows:
-            dead = reasons[row.sample_id]
-            if row.trainable and dead is not None:
-                voided.append(RowVoid(row, dead))
-        if isinstance(group.decision, Close):
-            return CloseGroup(
-                batch=self.batch.batch,
-                group_id=group_id,
-                status=GroupStatus.CLOSED,
-                drop_reason=None,
-                released=advantages.released,
-                voided=tuple(voided),
-                reason=group.decision.reason,
-            )
-        why = group.decision.void_reason
-        dropped = (RowVoid(item.row, why) for item in advantages.released)
-        return CloseGroup(
-            batch=self.batch.batch,
-            group_id=group_id,
-            status=GroupStatus.DROPPED,
-            drop_reason=why,
-            released=(),
-            voided=(*dropped, *voided),
-            reason=group.decision.reason,
-        )
-
-    def _final(self, closure: CloseGroup) -> CloseGroup:
-        """The closure as it is written: with its chains, and what comes too late to be in them."""
-        late = [item.row for item in closure.released if item.row.policy in self._updated]
-        kept = [item for item in closure.released if item.row.policy not in self._updated]
-        voided = (RowVoid(row, VoidReason.REDUNDANT) for row in late)
-        return replace(closure, released=chained(kept), voided=(*closure.voided, *voided))
-
-    def _whole_batch_known(self) -> bool:
-        """Whether no group can come or end any more but those that are held."""
-        return not self._admission.is_replacing and all(
-            group_id in self._held or group.stage is GroupStage.TERMINAL
-            for group_id, group in self.groups.items()
-        )
-
-    def _whitened(self) -> list[CloseGroup]:
-        """The held closures; groups closed before a crash take part in the statistics."""
-        before = [
-            self._advantages(group)
-            for group_id, group in self.groups.items()
-            if group_id not in self._held and group.status is GroupStatus.CLOSED
-        ]
-        held = [self._advantages(self.groups[group_id]) for group_id in self._held]
-        whitened = whiten_batch([*before, *held])[len(before) :]
-        return [
-            replace(closure, released=advantages.released)
-            for closure, advantages in zip(self._held.values(), whitened, strict=True)
-        ]
-
-    def _redundant(self, group: GroupState) -> frozenset[int]:
-        return redundant_ordinals(
-            group.current,
-            num_wanted=self._rules.samples_per_group,
-            rules=self._rules.closure,
-        )
-
-    def _dead_reason(self, group: GroupState, sample_id: str) -> VoidReason | None:
-        """Why rows of a sample attempt are not trained on; None while nothing is against them."""
-        status = group.status_of(sample_id)
-        ended = status in (SampleStatus.DONE, SampleStatus.CANCELLED)
-        if ended and SampleId.parse(sample_id).ordinal in self._redundant(group):
-            return VoidReason.REDUNDANT
-        return _DEAD_ROWS.get(status)
 
     def _decide(self, group: GroupState) -> Iterator[CancelSamples | ReadRows]:
         decision = decide_group(
@@ -475,25 +347,3 @@ class BatchGroups:
         group.begin(range(self._rules.samples_per_group + redundant))
         self.groups[spec.group_id] = group
         return group
-
-    def _advantages(self, group: GroupState, own: Scopes | None = None) -> GroupAdvantages:
-        return group_advantages(self._finished(group), self._rules.advantage, own=own)
-
-    def _finished(self, group: GroupState) -> list[FinishedSample]:
-        """Its samples that count, in the order of their ordinals whenever they ended."""
-        by_sample: dict[str, list[Row]] = {}
-        for row in group.rows:
-            if row.trainable:
-                by_sample.setdefault(row.sample_id, []).append(row)
-        redundant = self._redundant(group)
-        return [
-            FinishedSample(
-                sample_id=sample_id,
-                rewards=fact.rewards or Rewards(),
-                rows=by_sample.get(sample_id, ()),
-            )
-            for sample_id, fact in sorted(
-                group.samples.items(), key=lambda item: item[1].sample_id.ordinal
-            )
-            if fact.status is SampleStatus.DONE and fact.sample_id.ordinal not in redundant
-        ]

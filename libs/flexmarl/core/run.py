@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from flexmarl.core.batch import BatchGroups, BatchRules
+from flexmarl.core.batch import BatchGroups
 from flexmarl.core.batch_end import BatchEnd
+from flexmarl.core.batch_rules import BatchRules
 from flexmarl.core.closure import FailureWatch
 from flexmarl.core.dataset_order import DatasetOrder
 from flexmarl.core.evaluation import Evaluation, EvaluationRules

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from flexmarl.core.batch import BatchRules
+from flexmarl.core.batch_rules import BatchRules
 from flexmarl.core.closure import ClosureRules
 from flexmarl.core.config_changes import config_changes
 from flexmarl.core.errors import DomainError, ErrorReason
