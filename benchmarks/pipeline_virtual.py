@@ -479,12 +479,12 @@ class VirtualRun:
         serves = instance.version is not None and instance.requested is None
         self._post(
             InstanceChanged(
-                instance.name,
-                (instance.policy,),
-                InstanceUse.SERVING if serves else InstanceUse.PAUSED,
-                instance.capacity,
-                instance.version or 0,
-                instance.weights_hash,
+                instance_id=instance.name,
+                policies=(instance.policy,),
+                use=InstanceUse.SERVING if serves else InstanceUse.PAUSED,
+                capacity=instance.capacity,
+                version=instance.version or 0,
+                weights_hash=instance.weights_hash,
             )
         )
 

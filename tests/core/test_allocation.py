@@ -190,6 +190,33 @@ def test_a_bound_policy_is_widened_when_that_pays_for_the_swap() -> None:
     assert leaves(decide(held("a", 9, "s0"), trainers=FOUR)) == []
 
 
+def test_policies_without_ready_work_make_room_for_a_wider_one() -> None:
+    three = {"t0": ("s0", "s1", "s2")}
+
+    def after(*others: Demand, swap_s: float = 1.0) -> list[str]:
+        holder = held("a", 60, "s0", remaining=90, max_world_size=3, swap_s=swap_s)
+        return leaves(decide(holder, *others, trainers=three))
+
+    # Of 120 s in all, 90 are two slots' of three; two save it 40 s of its 90.
+    idle = held("b", 0, "s1", remaining=20, swap_s=1.0, expects=True)
+    small = held("c", 0, "s2", remaining=10, swap_s=1.0, expects=True)
+    assert after(idle, small) == ["a", "b"]
+    assert after(idle, small, swap_s=18.0) == ["a", "b"]
+    assert after(idle, small, swap_s=19.0) == [], "both pay for their ways"
+    through = held("b", 0, "s1", swap_s=9.0)
+    other = held("c", 0, "s2", remaining=40, swap_s=1.0, expects=True)
+    assert after(through, other, swap_s=19.0) == ["a", "b"], "who is through does not come back"
+    assert after(held("b", 1, "s1"), held("c", 1, "s2")) == []
+
+
+def test_who_is_soon_through_is_not_swapped_out() -> None:
+    waiting = want("b", 40, swap_s=5.0)
+    assert leaves(decide(waiting, held("a", 4, swap_s=5.0))) == []
+    assert leaves(decide(waiting, held("a", 6, swap_s=5.0))) == ["a"]
+    wide = held("a", 8, slots=("slot0", "slot1"), swap_s=5.0)  # 8 s of one slot, 4.4 s of two
+    assert leaves(decide(waiting, wide, trainers=TWO)) == []
+
+
 def test_a_swap_waits_until_the_work_is_worth_it_or_all_there() -> None:
     idle = held("a", 0, expects=True)
     assert leaves(decide(want("b", 4, swap_s=5.0, expects=True), idle)) == []

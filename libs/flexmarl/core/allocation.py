@@ -8,7 +8,8 @@ as its share of the remaining work and `max_world_size` go. A bound policy gives
 - after its minimum residence when it has no ready work and the waiting one's is worth the swap,
 - after its minimum residence when the waiting one has `PREEMPT_RATIO` times its ready work (a
   smaller ratio would swap the two to and fro),
-- to itself, when free slots would save it `WIDEN_RATIO` times what the swap costs,
+- to itself, when free slots, or those of policies that have no ready work, would save it
+  `WIDEN_RATIO` times what the swaps cost,
 
 and in every case only between two operations, so at a boundary between micro-batches. A policy with
 a place of its own (static allocation) keeps it.
@@ -248,6 +249,8 @@ def _plan(demand: Demand, room: _Room, *, min_residence_s: float, now: float) ->
 def _gives_way_at(victim: Demand, demand: Demand, *, min_residence_s: float) -> float | None:
     if victim.work == 0 and not victim.expects:
         return victim.since
+    if victim.work and victim.remaining_s / speed(len(victim.slots)) <= victim.swap_s:
+        return None  # it is through sooner than it could come back
     outweighs = demand.work / demand.rate >= PREEMPT_RATIO * victim.work / victim.rate
     if demand.worth_a_swap and outweighs:
         return victim.since + min_residence_s
@@ -273,17 +276,33 @@ def _widen(given: list[tuple[Demand, _Room, list[str]]], everyone: Sequence[Dema
 
 
 def _widenings(rooms: Iterable[_Room], everyone: Sequence[Demand]) -> list[GiveWay]:
-    """Bound policies that a swap to more slots would help; at most one per trainer at a time."""
+    """Policies that leave so that a bound one gets more slots; one is helped per trainer."""
     leaves: list[GiveWay] = []
     for room in rooms:
         for holder in sorted(room.holders, key=lambda d: (-d.remaining_s, d.policy)):
-            held = len(holder.slots)
-            wider = min(_share(holder, everyone, room), held + len(room.free))
-            if wider <= held or holder.work == 0:
-                continue
-            saved_s = holder.remaining_s * (1 / speed(held) - 1 / speed(wider))
-            if saved_s > WIDEN_RATIO * holder.swap_s:
-                reason = f"{wider} slots instead of {held} save it {saved_s:.3g} s"
-                leaves.append(GiveWay(holder.policy, reason))
-                break
+            if holder.work:
+                leaves.extend(found := _widening(holder, room, everyone))
+                if found:
+                    break
     return leaves
+
+
+def _widening(holder: Demand, room: _Room, everyone: Sequence[Demand]) -> list[GiveWay]:
+    """Who leaves for a bound policy to get free slots, and those of policies without work."""
+    held = len(holder.slots)
+    wanted, there = _share(holder, everyone, room), held + len(room.free)
+    idle: list[Demand] = []
+    for other in room.holders:
+        if there < wanted and not other.work:
+            idle.append(other)
+            there += len(other.slots)
+    wider = min(wanted, there)
+    if wider <= held:
+        return []
+    saved_s = holder.remaining_s * (1 / speed(held) - 1 / speed(wider))
+    # Who has work to come pays for its way back.
+    swaps_s = holder.swap_s + sum(other.swap_s for other in idle if other.expects)
+    if saved_s <= WIDEN_RATIO * swaps_s:
+        return []
+    reason = f"{wider} slots instead of {held} save {holder.policy} {saved_s:.3g} s"
+    return [GiveWay(leaving.policy, reason) for leaving in (holder, *idle)]

@@ -95,6 +95,11 @@ class BatchGroups:
         return self._num_terminal
 
     @property
+    def share_terminal(self) -> float:
+        """The same as a share of all groups so far."""
+        return self._num_terminal / max(len(self.groups), 1)
+
+    @property
     def all_terminal(self) -> bool:
         """Whether no group is open, refillable or replaceable."""
         ended = 0 < len(self.groups) == self._num_terminal

@@ -151,18 +151,25 @@ class PolicyTraining:
 
     @property
     def work(self) -> float:
-        """Ready work in tokens; an update counts 1."""
-        tokens = sum(max(r.num_tokens, 1) for r in self.ready)
-        return float(tokens + self.apply_due)
+        """Ready work in tokens, what is being recorded included; an update counts 1."""
+        stages = (RecordStage.CREATING, RecordStage.READY)
+        records = (r for r in self.records.values() if r.stage in stages)
+        return float(sum(max(r.num_tokens, 1) for r in records) + self.apply_due)
 
-    @property
-    def remaining(self) -> float:
-        """Estimate of the work left in the batch, in tokens: as much as the last one had."""
+    def remaining(self, *, share_closed: float) -> float:
+        """Estimate of the work left in the batch, in tokens.
+
+        A batch has as much as the last one; the first one as much as its closed groups let expect.
+
+        Args:
+            share_closed: Share of the batch's groups that have ended.
+        """
         todo = self.work + self.queue.num_tokens
         if self.subgraph_closed:
             return todo
         seen = self.queue.num_tokens + sum(r.num_tokens for r in self.records.values())
-        return todo + max(self.estimates.batch_tokens - seen, 0)
+        expected = self.estimates.batch_tokens or (seen / share_closed if share_closed else 0.0)
+        return todo + max(expected - seen, 0.0)
 
     @property
     def rows_waiting(self) -> int:

@@ -345,7 +345,9 @@ class RunCore:
             yield from self._evaluation_due()
         if self._training_changed:
             self._training_changed = False
-            yield from self._new_timers(self.training.due(version=self.version, now=now))
+            share = 0.0 if self.batch is None else self.batch.share_terminal
+            due = self.training.due(version=self.version, now=now, share_closed=share)
+            yield from self._new_timers(due)
         if self._end is not None and self.batch is not None and self._evaluated:
             assert self.version is not None, "a batch is sampled at a version"
             cursor = self._order.advance(self.cursor, self.batch.num_admitted)

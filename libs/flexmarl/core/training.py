@@ -89,6 +89,7 @@ class Training:
         self._bindings = 0
         self._batch = BatchId(0)
         self._begun = False
+        self._share_closed = 0.0
 
     # What is known
 
@@ -189,9 +190,16 @@ class Training:
             )
 
     def due(
-        self, *, version: int | None, now: float
+        self, *, version: int | None, now: float, share_closed: float = 0.0
     ) -> Iterator[CreateMicroBatch | MarkRows | TrainerWork | SetTimer]:
-        """What is to be done now."""
+        """What is to be done now.
+
+        Args:
+            version: Committed version; None before the first.
+            now: Monotonic seconds.
+            share_closed: Share of the batch's groups that have ended.
+        """
+        self._share_closed = share_closed
         for policy in self.policies.values():
             if self._rules.overlaps or policy.subgraph_closed:
                 yield from policy.form()
@@ -297,7 +305,7 @@ class Training:
             world_size=policy.rules.world_size,
             max_world_size=policy.rules.max_world_size,
             work=work,
-            remaining=policy.remaining,
+            remaining=policy.remaining(share_closed=self._share_closed),
             rate=policy.estimates.rate,
             swap_s=policy.estimates.swap_s,
             expects=self._begun and policy.rules.trained and not policy.summed,
