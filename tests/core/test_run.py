@@ -179,8 +179,9 @@ def test_invariants_hold_when_a_store_shard_is_lost(seed, trouble, lost_after, o
     world.check()
 
 
+# Seeds with which every policy has something to learn in batch 1.
 @pytest.mark.parametrize("num_updated", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 4])
 def test_groups_lost_after_their_subgraphs_closed_come_again_while_a_policy_can_learn(
     num_updated: int, seed: int
 ) -> None:
