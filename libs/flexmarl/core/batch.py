@@ -266,7 +266,7 @@ class BatchGroups:
             group = self.groups[group_id]
             if group.stage is GroupStage.OPEN:
                 effects.extend(self._decide(group))
-            elif group.stage is GroupStage.TERMINAL:
+            else:
                 self._replace(group)
         self._due.clear()
         effects.extend(self._closing.due(may_grow=self._admission.is_replacing))
