@@ -20,10 +20,6 @@ import pytest
 from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
 from integration.whole_run import TRAINED, assert_evaluated, assert_whole, num_reports
 
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
-from flexmarl.client.orchestrator import OrchestratorClient
-from flexmarl.client.store import StoreClient
-
 SIZE = Size()
 EVALUATED = ("team_reward", *(f"reward/{agent}" for agent in TRAINED))
 
@@ -93,25 +89,6 @@ async def test_a_quiet_run_is_whole_and_evaluated(cluster: Cluster, tmp_path: Pa
     for row in metrics(tmp_path / run_id):
         names = {f"eval/{kind}/{what}" for kind in ("greedy", "sampled") for what in EVALUATED}
         assert names.isdisjoint(row) if row["version"] % 2 else names <= set(row)
-    assert await last_evaluation_by_another_orchestrator(cluster, run_id) == {
-        name: value for name, value in row.items() if name.startswith("eval/")
-    }
-
-
-async def last_evaluation_by_another_orchestrator(
-    cluster: Cluster, run_id: str
-) -> dict[str, float]:
-    """What the next process tells of the last version, which no commit carries."""
-    async with (
-        StoreClient.connect(cluster.address("meg_store")) as store,
-        OrchestratorClient.connect(cluster.address("orchestrator")) as orchestrator,
-    ):
-        home = ShardAddress(name=(await store.get_stats()).shard, address=store.address)
-        kill(cluster.pid("orchestrator"))
-        await orchestrator.resume_run(run_id, home_shard=home)
-        told = orchestrator.watch_progress(run_id, from_version=SIZE.versions, interval_ms=50)
-        (report,) = [report async for message in told for report in message.reports]
-        return dict(report.batch.metrics)
 
 
 @pytest.mark.timeout(240)

@@ -170,7 +170,7 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
     ] = None,
 ) -> None:
-    """Run one service in the foreground; without --config as /etc/flexmarl/SERVICE.toml says."""
+    """Run one service in the foreground. Without --config: as /etc/flexmarl/SERVICE.toml says."""
     from flexmarl.cli.commands.serve import serve as command
 
     command(service, role=role, config=config, overrides=set_ or [])
@@ -186,7 +186,7 @@ def health(
     ] = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask services whether they are ready; exit code 0 when all are."""
+    """Ask services whether they are ready. Exit code 0: all are."""
     from flexmarl.cli.commands.health import health as command
 
     raise typer.Exit(command(addresses, timeout_s=timeout_s, as_json=as_json))
@@ -258,7 +258,7 @@ def top(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a run: rewards, queues, instances, slots, parts of the step, waits."""
+    """Watch a run: rewards, queues, slots. Instances, parts of the step and waits, too."""
     from flexmarl.cli.commands.top import top as command
 
     raise typer.Exit(
