@@ -37,6 +37,7 @@ def compose() -> list[str] | None:
     return None
 
 
+@functools.cache
 def load(file: Path) -> dict[str, Any]:
     found = yaml.safe_load(file.read_text())
     assert isinstance(found, dict)
