@@ -145,7 +145,7 @@ def doctor(
     data_dir: DataDir = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong with this host, its settings and its peers, and say what to do."""
+    """Look for what is wrong with host, settings and peers. It says what to do."""
     from flexmarl.cli.commands.doctor import doctor as command
 
     raise typer.Exit(
