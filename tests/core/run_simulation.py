@@ -33,6 +33,7 @@ from flexmarl.core.run_effects import (
     MarkRows,
     OpenRollout,
     OpenTrainer,
+    Prefetch,
     PrepareWeights,
     ReadRows,
     SaveGradients,
@@ -396,7 +397,7 @@ class World:
     def execute(self, effect: Work) -> Result:
         store = self.store
         match effect:
-            case OpenRollout() | PrepareWeights():
+            case OpenRollout() | Prefetch() | PrepareWeights():
                 return None
             case OpenTrainer():
                 self.sums.clear()

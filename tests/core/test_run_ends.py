@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -124,6 +125,32 @@ def test_a_run_that_fails_names_the_policy_that_cannot_be_bound() -> None:
     ]
     assert end.failure is not None
     assert end.failure.message == "policy frozen: no config.json in the folder"
+
+
+@pytest.mark.parametrize("slots", [("slot0",), ("slot0", "slot1")])
+def test_a_policy_that_no_trainer_has_slots_for_ends_the_run_once_all_are_known(
+    slots: tuple[str, ...],
+) -> None:
+    wide = replace(rules().training, policies={"wide": PolicyRules(world_size=2)})
+    run = RunCore(
+        replace(rules(), training=wide, trainers=("t0", "t1")),
+        DatasetOrder(9, seed=0, shuffle=True),
+        StoredRun(),
+    )
+    effects = run.handle((), now=0.0)
+    first, second = (e for e in effects if isinstance(e, OpenTrainer))
+    assert run.handle([EffectDone(first, TrainerOpened(("slot0",)))], now=0.0) == []
+    (effect,) = run.handle([EffectDone(second, TrainerOpened(slots))], now=0.0)
+    if len(slots) == 2:
+        assert isinstance(effect, Bind)
+        assert (effect.trainer, effect.slots) == ("t1", slots)
+    else:
+        assert isinstance(effect, EndRun)
+        assert effect.failure is not None
+        assert effect.failure.message == (
+            "policies.wide.trainer.world_size = 2: its ranks lie within one trainer, and none has "
+            "as many slots (t0 has 1, t1 has 1)"
+        )
 
 
 def test_failures_in_a_row_are_bounded() -> None:

@@ -130,16 +130,11 @@ def allocate(
     everyone = list(demands)
     bound = [d for d in everyone if d.trainer is not None]
     rooms = {name: _Room(name, slots, bound) for name, slots in sorted(trainers.items())}
-    # Who has no place of its own is through quickly, and would wait for ever behind those with one.
-    waiting = sorted(
-        (d for d in everyone if d.trainer is None and d.work > 0),
-        key=lambda d: (d.place is not None, -d.remaining_s, d.policy),
-    )
     given: list[tuple[Demand, _Room, list[str]]] = []
     leaves: list[GiveWay] = []
     look_again: list[float] = []
     unserved = False
-    for demand in waiting:
+    for demand in waiting_in_order(everyone):
         if demand.place is not None:
             room = rooms.get(demand.place.trainer)
             if room is not None and room.take_place(demand.place.slots):
@@ -174,6 +169,15 @@ def allocate(
         for demand, room, slots in given
     ]
     return Allocation((*binds, *leaves), min(look_again, default=None))
+
+
+def waiting_in_order(demands: Iterable[Demand]) -> list[Demand]:
+    """Returns the policies that wait for slots, who is served first in front."""
+    # Who has no place of its own is through quickly, and would wait for ever behind those with one.
+    return sorted(
+        (d for d in demands if d.trainer is None and d.work > 0),
+        key=lambda d: (d.place is not None, -d.remaining_s, d.policy),
+    )
 
 
 class _Room:

@@ -8,7 +8,7 @@ back before its room was needed finds its state where it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -54,16 +54,14 @@ class Arena(Generic[KeyT]):
         return tuple(self._kept)
 
     def take(self, size_bytes: int) -> Region | None:
-        """Uses a region; None when it would not fit if all that is kept were given up."""
+        """Uses a region; None when it does not fit beside what is used, and nothing is given up."""
         size = aligned(size_bytes)
-        while True:
-            region = self._gap(size)
-            if region is not None:
-                self._used.append(region)
-                return region
-            if not self._kept:
-                return None
+        if self._gap(size, self._used) is None:
+            return None
+        while (region := self._gap(size, [*self._used, *self._kept.values()])) is None:
             self._kept.popitem(last=False)
+        self._used.append(region)
+        return region
 
     def find(self, key: KeyT) -> Region | None:
         """Uses the region that holds this content, if one does."""
@@ -82,10 +80,10 @@ class Arena(Generic[KeyT]):
         """Ends the use of a region whose content nobody needs."""
         self._used.remove(region)
 
-    def _gap(self, size: int) -> Region | None:
-        """The first gap that is large enough."""
+    def _gap(self, size: int, occupied: Iterable[Region]) -> Region | None:
+        """The first gap between these that is large enough."""
         start = 0
-        for region in sorted([*self._used, *self._kept.values()], key=lambda r: r.offset):
+        for region in sorted(occupied, key=lambda r: r.offset):
             if region.offset - start >= size:
                 break
             start = region.end

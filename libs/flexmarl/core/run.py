@@ -43,6 +43,7 @@ from flexmarl.core.run_effects import (
     MarkRows,
     OpenRollout,
     OpenTrainer,
+    Prefetch,
     PrepareWeights,
     ReadRows,
     SaveGradients,
@@ -257,6 +258,8 @@ class RunCore:
             case OpenTrainer(trainer=trainer):
                 assert isinstance(result, TrainerOpened), "OpenTrainer ends with its slots"
                 self.training.trainer_opened(trainer, result.slots)
+                if self.training.trainers >= set(self._rules.trainers):
+                    self.training.trainers_complete()
             case Bind() | Compute() | SaveGradients() | Apply() | Suspend():
                 current = self.training.done(effect, result, now=now)
                 if current and isinstance(effect, Apply):
@@ -270,7 +273,7 @@ class RunCore:
                 self._begin_evaluation()
             case StartSamples():
                 self._sample_heard_at = now
-            case PrepareWeights():
+            case Prefetch() | PrepareWeights():
                 pass
             case AdmitGroups(groups=groups) if is_evaluation(groups[0].group_id):
                 assert self.evaluation is not None, "it asked for them"
@@ -320,8 +323,8 @@ class RunCore:
         match effect:
             case Bind() | Compute() | SaveGradients() | Apply() | Suspend():
                 self.training.failed(effect, failure, now=now)
-            case PrepareWeights():
-                pass  # it only saves time; the activation brings the weights, too
+            case Prefetch() | PrepareWeights():
+                pass  # they only save time: the binding loads, the activation brings the weights
             case ComputeAdvantages(epoch=epoch) if epoch != self._rollout.epoch:
                 assert self.batch is not None, "its group is open"
                 self.batch.ask_again(effect.group_id, effect.scopes)

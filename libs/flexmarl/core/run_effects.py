@@ -269,6 +269,21 @@ class Suspend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Load a policy's saved state where it is bound next; nothing waits for it."""
+
+    policy: str
+    trainer: str
+    slots: tuple[str, ...]
+    reason: str
+
+    @property
+    def waits(self) -> str:
+        """What a person reads while it is not done."""
+        return f"trainer {self.trainer}: load {self.policy} ahead of its turn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareWeights:
     """Announce a policy's weights of a coming version; nothing waits for it."""
 
@@ -375,6 +390,7 @@ Work = (
     | SaveGradients
     | Apply
     | Suspend
+    | Prefetch
     | PrepareWeights
     | VoidRows
     | CountVertices

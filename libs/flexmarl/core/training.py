@@ -7,10 +7,11 @@ bounded, so that a broken trainer ends the run instead of stalling it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from flexmarl.core.allocation import Allocation, BindSlots, Demand, Place, allocate
+from flexmarl.core.foresight import foresee
 from flexmarl.core.ids import BatchId
 from flexmarl.core.policy_training import (
     Binding,
@@ -25,6 +26,7 @@ from flexmarl.core.run_effects import (
     Compute,
     CreateMicroBatch,
     MarkRows,
+    Prefetch,
     SaveGradients,
     SetTimer,
     Suspend,
@@ -35,6 +37,9 @@ from flexmarl.core.training_rows import RunFailure
 
 MAX_FAILURES = 8
 """Operations of one policy that may fail in a row; then the run fails with the last reason."""
+
+PREFETCH_FROM_S = 0.02
+"""State that a binding loads in less is not worth a call ahead of it."""
 
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
@@ -99,6 +104,11 @@ class Training:
         return [policy for policy in self.policies.values() if policy.rules.trained]
 
     @property
+    def trainers(self) -> Set[str]:
+        """Trainers whose slots can be used."""
+        return self._trainers.keys()
+
+    @property
     def all_have_state(self) -> bool:
         """Whether every policy's set 0 exists."""
         return all(policy.has_state for policy in self.policies.values())
@@ -138,6 +148,20 @@ class Training:
         self._trainers[trainer] = slots
         if self._rules.static:
             self._find_places(trainer, slots)
+
+    def trainers_complete(self) -> None:
+        """No further trainer will come: who needs more slots than any has would wait for ever."""
+        sizes = {name: len(slots) for name, slots in sorted(self._trainers.items())}
+        for policy in self.policies.values():
+            needed = policy.rules.world_size
+            if needed > max(sizes.values()):
+                had = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+                self.failure = RunFailure(
+                    reason="INVALID_ARGUMENT",
+                    message=f"policies.{policy.name}.trainer.world_size = {needed}: its ranks lie "
+                    f"within one trainer, and none has as many slots ({had})",
+                    metadata={"policy": policy.name},
+                )
 
     def trainer_lost(self, trainer: str) -> None:
         """A trainer's slots and bindings are gone."""
@@ -191,7 +215,7 @@ class Training:
 
     def due(
         self, *, version: int | None, now: float, share_closed: float = 0.0
-    ) -> Iterator[CreateMicroBatch | MarkRows | TrainerWork | SetTimer]:
+    ) -> Iterator[CreateMicroBatch | MarkRows | TrainerWork | Prefetch | SetTimer]:
         """What is to be done now.
 
         Args:
@@ -209,8 +233,36 @@ class Training:
         yield from self._allocate(version=version, now=now)
         for policy in self.policies.values():
             yield from self._next_operation(policy, now=now)
+        yield from self._prefetch(now=now)
 
     # How it is done
+
+    def _prefetch(self, *, now: float) -> Iterator[Prefetch]:
+        """Has the state of the next policy loaded beside what its slots compute now."""
+        unbound = [policy for policy in self.policies.values() if policy.binding is None]
+        if all(policy.estimates.bind_s < PREFETCH_FROM_S for policy in unbound):
+            return
+        following = foresee(self._demands(now=now), trainers=self._trainers)
+        if following is None or self._swaps(following):
+            return
+        if self.policies[following.policy].is_ahead(following):
+            yield Prefetch(
+                policy=following.policy,
+                trainer=following.trainer,
+                slots=following.slots,
+                reason=following.reason,
+            )
+
+    def _swaps(self, following: BindSlots) -> bool:
+        """Whether one of these slots is changing hands: loading would be in its way."""
+        bindings = [policy.binding for policy in self.policies.values()]
+        return any(
+            binding is not None
+            and binding.operation in (OperationKind.BIND, OperationKind.SUSPEND)
+            and binding.trainer == following.trainer
+            and not set(following.slots).isdisjoint(binding.slots)
+            for binding in bindings
+        )
 
     def _next_operation(
         self, policy: PolicyTraining, *, now: float
@@ -288,11 +340,14 @@ class Training:
 
     def _decide(self, *, now: float) -> Allocation:
         return allocate(
-            [self._demand(policy, now=now) for policy in self.policies.values()],
+            self._demands(now=now),
             trainers=self._trainers,
             min_residence_s=self._rules.min_residence_s,
             now=now,
         )
+
+    def _demands(self, *, now: float) -> list[Demand]:
+        return [self._demand(policy, now=now) for policy in self.policies.values()]
 
     def _demand(self, policy: PolicyTraining, *, now: float) -> Demand:
         binding = policy.binding

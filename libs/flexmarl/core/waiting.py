@@ -21,6 +21,7 @@ from flexmarl.core.run_effects import (
     ComputeAdvantages,
     OpenRollout,
     OpenTrainer,
+    Prefetch,
     PrepareWeights,
     SaveGradients,
     StartSamples,
@@ -177,6 +178,11 @@ def _end_of(effect: Work, bounds: Bounds) -> str:
             return (
                 f"the answer of the trainer at {effect.trainer}; after operation_timeout_s = "
                 f"{bounds.operation_timeout_s:g} or a rank's death the policy is bound anew"
+            )
+        case Prefetch():
+            return (
+                f"the answer of the trainer at {effect.trainer}; after operation_timeout_s = "
+                f"{bounds.operation_timeout_s:g} its binding loads the state"
             )
         case OpenTrainer():
             return (

@@ -37,6 +37,7 @@ from flexmarl.core.run_effects import (
     MarkRows,
     OpenRollout,
     OpenTrainer,
+    Prefetch,
     PrepareWeights,
     ReadRows,
     SaveGradients,
@@ -142,6 +143,7 @@ class Driver:
             SaveGradients: self._on_trainer,
             Apply: self._on_trainer,
             Suspend: self._on_trainer,
+            Prefetch: self._prefetch,
         }
 
     def stop(self, *, finish_batch: bool) -> None:
@@ -306,6 +308,9 @@ class Driver:
 
     async def _on_trainer(self, effect: TrainerWork) -> Result:
         return await self._trainers[effect.trainer].perform(effect)
+
+    async def _prefetch(self, effect: Prefetch) -> None:
+        await self._trainers[effect.trainer].prefetch(effect)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         failure = failure_of_error(error) if isinstance(error, Exception) else None

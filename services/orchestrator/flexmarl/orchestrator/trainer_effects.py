@@ -15,6 +15,7 @@ from flexmarl.core.run_effects import (
     Bind,
     Compute,
     OpenTrainer,
+    Prefetch,
     SaveGradients,
     Suspend,
     TrainerWork,
@@ -89,6 +90,17 @@ class TrainerEffects:
             if error.reason not in _BINDING_IS_GONE and not isinstance(effect, Bind):
                 await self._give_up(effect)
             raise
+
+    async def prefetch(self, effect: Prefetch) -> None:
+        """Have a policy's state loaded where it will be bound next.
+
+        Raises:
+            DomainError: It was not; the binding loads it then.
+        """
+        with waiting(effect.waits):
+            await self._client.prefetch_policy(
+                self._context.run_id, effect.policy, slots=effect.slots, timeout_s=self._timeout_s
+            )
 
     async def status(self) -> pb.TrainerStatus:
         """Slots and bindings now."""

@@ -161,14 +161,15 @@ class PolicyState:
         self.ledger = self._saved = records.ledger_of(state, version=version)
         if self._parts.frozen:
             return {}
-        keys = (state.master.key, state.moments.key)
         refs = {"master": state.master, "moments": state.moments}
-        if self._parts.ranks.keep(master=keys[0], moments=keys[1]):
-            refs = {}
         if self.ledger.added:
             refs["gradients"] = state.gradients
+        # Named even where the ranks keep the content: only they know what is still there when they
+        # are bound, since state that is loaded ahead of its turn takes kept room at any moment.
         async with self._parts.segments.opened(refs) as segments:
-            saved = rank_pb2.RankSaved(master_key=keys[0], moments_key=keys[1], segments=segments)
+            saved = rank_pb2.RankSaved(
+                master_key=state.master.key, moments_key=state.moments.key, segments=segments
+            )
             return await self._bind_ranks(meeting, rank_pb2.RankBind(saved=saved))
 
     async def _bind_ranks(self, meeting: Meeting, template: rank_pb2.RankBind) -> dict[str, float]:

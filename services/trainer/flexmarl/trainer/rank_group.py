@@ -8,7 +8,7 @@ from typing import Final
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.trainer.workers import Kept, Worker
+from flexmarl.trainer.workers import Worker
 
 _REFUSAL_GRACE_S: Final = 5.0
 """How long the other ranks may take to answer once one has failed."""
@@ -33,11 +33,6 @@ class RankGroup:
     def members(self) -> tuple[int, ...]:
         """The workers' positions in the trainer."""
         return tuple(worker.position for worker in self.workers)
-
-    def keep(self, *, master: str, moments: str) -> bool:
-        """Whether every rank's memory still holds this saved state."""
-        kept = Kept(master, moments, self.members)
-        return all(kept in worker.kept for worker in self.workers)
 
     def replace(self) -> None:
         """Ends the workers; each slot gets a fresh one."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
@@ -19,8 +18,6 @@ from flexmarl.runtime.logging import get_logger
 
 RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before the first and further restarts in a row; a warm worker resets the row."""
-
-_TELLS_KEPT = ("bound", "unbound", "prefetched")
 
 _log = get_logger(__name__)
 
@@ -59,15 +56,6 @@ class RankProcess(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Saved state as these workers share it."""
-
-    master_key: str
-    moments_key: str
-    members: tuple[int, ...]
-
-
 Spawn = Callable[[], Awaitable[RankProcess]]
 
 
@@ -94,8 +82,6 @@ class Worker:
         self.slot = slot
         self.position = position
         self.generation = 0
-        self.kept: frozenset[Kept] = frozenset()
-        """State that its memory still holds, though nothing of it is in use."""
         self._was_warm = False
         self._replaced = False
         self._busy_s = 0.0
@@ -195,14 +181,7 @@ class Worker:
             self._replies.pop(command.command_id, None)
             if not self._replies:
                 self._busy_s += time.monotonic() - self._busy_since
-        told = answer.WhichOneof("reply")
-        if told in _TELLS_KEPT:
-            self.kept = frozenset(
-                Kept(item.master_key, item.moments_key, tuple(item.members))
-                for item in getattr(answer, told).kept
-            )
-        if told == "failure":
-            self.kept = frozenset()  # whatever it is: a wrong guess would refuse the next binding
+        if answer.WhichOneof("reply") == "failure":
             failure = answer.failure
             reason = find_reason(failure.reason) or ErrorReason.INTERNAL
             raise DomainError(reason, failure.message, dict(failure.metadata))
@@ -251,7 +230,6 @@ class Worker:
     def _end(self) -> None:
         died = self._died()
         self._ready.clear()
-        self.kept = frozenset()
         if self._child is not None:
             self._child.kill()
         for future in self._replies.values():

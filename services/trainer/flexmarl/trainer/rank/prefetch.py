@@ -37,11 +37,7 @@ class Prefetcher:
         started = time.perf_counter()
         with self.loading:
             loaded = self._load(command)
-        return rank_pb2.RankPrefetched(
-            kept=kept_states(self._memory),
-            loaded_bytes=loaded,
-            seconds=time.perf_counter() - started,
-        )
+        return rank_pb2.RankPrefetched(loaded_bytes=loaded, seconds=time.perf_counter() - started)
 
     def _load(self, command: rank_pb2.RankPrefetch) -> int:
         wanted = command.state
@@ -64,14 +60,6 @@ class Prefetcher:
             raise
         self._memory.leave(room, key)
         return state_bytes(block)
-
-
-def kept_states(memory: DeviceMemory) -> list[rank_pb2.KeptState]:
-    """Returns what a worker keeps."""
-    return [
-        rank_pb2.KeptState(master_key=key.master, moments_key=key.moments, members=key.members)
-        for key in memory.kept
-    ]
 
 
 def _block(

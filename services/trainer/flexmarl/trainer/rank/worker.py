@@ -25,7 +25,7 @@ from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
-from flexmarl.trainer.rank.prefetch import Prefetcher, kept_states
+from flexmarl.trainer.rank.prefetch import Prefetcher
 from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import Resident
 from flexmarl.trainer.rank.shards import ShardedState, state_bytes
@@ -116,7 +116,6 @@ class RankWorker:
             published=() if resident.model.base is None else resident.published,
             state_bytes=self._trained.state.size_bytes(),
             seconds=seconds,
-            kept=kept_states(self._memory),
         )
 
     def add(self, command: rank_pb2.RankGradients) -> rank_pb2.RankAdded:
@@ -190,9 +189,7 @@ class RankWorker:
             bound.state.total = None
             bound.state.drop_gradients()
             self._memory.leave(bound.room, bound.key)
-        return rank_pb2.RankUnbound(
-            kept=kept_states(self._memory), used_bytes=self._memory.used_bytes
-        )
+        return rank_pb2.RankUnbound(used_bytes=self._memory.used_bytes)
 
     def forget(self, command: rank_pb2.RankForget) -> None:
         """Destroys the groups that a worker was in that is gone, and their modules."""
@@ -286,11 +283,6 @@ class RankWorker:
         segments = {segment.kind: segment for segment in command.saved.segments}
         block = bound.resident.block
         if bound.key is None:
-            if "master" not in segments:
-                raise DomainError(
-                    ErrorReason.STATE_TRANSITION_REFUSED,
-                    f"the worker does not keep {command.saved.master_key} any more; bind again",
-                )
             for kind in ("master", "moments"):
                 self._files.load(segments[kind], block, state.flat(kind))
             bound.key = StateKey(

@@ -338,7 +338,7 @@ Global___RankInitial: _TypeAlias = RankInitial  # noqa: Y015
 
 @_typing.final
 class RankSaved(_message.Message):
-    """RankSaved names saved state. Master and moments may be absent when the worker keeps them."""
+    """RankSaved names saved state. A worker that still keeps master and moments does not load them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -397,7 +397,6 @@ class RankBound(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """Bytes that the policy's state takes on this worker."""
@@ -410,10 +409,6 @@ class RankBound(_message.Message):
         """Seconds by part."""
 
     @_builtins.property
-    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
-        """State that the worker keeps beside it."""
-
-    @_builtins.property
     def published(self) -> _containers.RepeatedCompositeFieldContainer[_meg_store_pb2.NamedBuffer]:
         """Weights that engines load, as full tensors in the master dtype; empty when they are the parameters."""
 
@@ -423,12 +418,11 @@ class RankBound(_message.Message):
         parameters: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
         state_bytes: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        kept: _abc.Iterable[Global___KeptState] | None = ...,
         published: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,7 +430,7 @@ Global___RankBound: _TypeAlias = RankBound  # noqa: Y015
 
 @_typing.final
 class KeptState(_message.Message):
-    """KeptState names state in a worker's memory that occupies nothing: it is there until room is needed."""
+    """KeptState names saved state that a worker may keep: it is there until its room is needed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -787,23 +781,17 @@ class RankUnbound(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEPT_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of its memory in use, measured: 0."""
-    @_builtins.property
-    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
-        """State that the worker keeps."""
-
     def __init__(
         self,
         *,
-        kept: _abc.Iterable[Global___KeptState] | None = ...,
         used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -888,27 +876,21 @@ class RankPrefetched(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEPT_FIELD_NUMBER: _builtins.int
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     loaded_bytes: _builtins.int
-    """Bytes that were loaded."""
+    """Bytes that were loaded; 0 when they were there already, or there was no room."""
     seconds: _builtins.float
     """Seconds that loading took."""
-    @_builtins.property
-    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
-        """State that the worker keeps; without what was asked for when there was no room."""
-
     def __init__(
         self,
         *,
-        kept: _abc.Iterable[Global___KeptState] | None = ...,
         loaded_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "loaded_bytes", b"loaded_bytes", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded_bytes", b"loaded_bytes", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,102 @@
+"""Whose state is loaded ahead, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexmarl.core.allocation import Demand, Place
+from flexmarl.core.foresight import foresee
+from flexmarl.core.ids import BatchId
+from flexmarl.core.policy_training import OperationKind, PolicyRules, Record, RecordStage
+from flexmarl.core.run_effects import Bind, Prefetch
+from flexmarl.core.run_events import StateFact, StateSaved
+from flexmarl.core.training import PREFETCH_FROM_S, Training, TrainingRules
+from flexmarl.core.training_rows import Row
+
+TWO = {"t0": ("slot0", "slot1")}
+
+
+def want(policy: str, work: float, **more: Any) -> Demand:
+    return Demand(policy=policy, work=work, world_size=more.pop("world_size", 1), **more)
+
+
+def held(policy: str, work: float, *slots: str, **more: Any) -> Demand:
+    return want(policy, work, trainer="t0", slots=slots, world_size=len(slots), busy=True, **more)
+
+
+def where(*demands: Demand, trainers: Any = TWO) -> tuple[str, str, tuple[str, ...]] | None:
+    found = foresee(demands, trainers=trainers)
+    return None if found is None else (found.policy, found.trainer, found.slots)
+
+
+def test_who_is_served_first_gets_the_slot_that_comes_free_first() -> None:
+    holders = [held("a", 5, "slot0"), held("b", 9, "slot1", finishing=True)]
+    assert where(*holders, want("c", 2), want("d", 7)) == ("d", "t0", ("slot1",))
+    holders = [held("a", 5, "slot0"), held("b", 9, "slot1")]
+    assert where(*holders, want("d", 7)) == ("d", "t0", ("slot0",))
+    holders = [held("a", 5, "slot0"), held("b", 5, "slot1", expects=True)]
+    assert where(*holders, want("d", 7)) == ("d", "t0", ("slot0",))
+
+
+def test_free_slots_come_first_and_all_are_in_the_trainers_order() -> None:
+    assert where(held("a", 5, "slot0"), want("d", 7)) == ("d", "t0", ("slot1",))
+    wide = want("d", 7, world_size=2)
+    assert where(held("a", 5, "slot0"), wide) == ("d", "t0", ("slot0", "slot1"))
+
+
+def test_nobody_waits_or_nothing_is_large_enough() -> None:
+    assert where(held("a", 5, "slot0")) is None
+    assert where(want("d", 0)) is None
+    assert where(want("d", 7, world_size=3)) is None
+    assert where(want("d", 7), trainers={}) is None
+
+
+def test_the_trainer_that_held_it_last_is_asked_again() -> None:
+    trainers = {"t0": ("slot0",), "t1": ("slot0",)}
+    waits = want("d", 7, last_trainer="t1")
+    assert where(held("a", 5, "slot0"), waits, trainers=trainers) == ("d", "t1", ("slot0",))
+
+
+def test_places_are_respected() -> None:
+    placed = held("a", 5, "slot0", place=Place("t0", ("slot0",)))
+    assert where(placed, held("b", 9, "slot1"), want("d", 7)) == ("d", "t0", ("slot1",))
+    assert where(placed, held("b", 9, "slot1"), want("d", 7, world_size=2)) is None
+    own = want("d", 7, place=Place("t0", ("slot0",)))
+    assert where(own) == ("d", "t0", ("slot0",))
+    assert where(own, trainers={"t1": ("slot0",)}) is None
+
+
+@pytest.mark.parametrize("bind_s", [PREFETCH_FROM_S / 2, PREFETCH_FROM_S])
+def test_state_that_takes_time_to_load_is_loaded_ahead_once(bind_s: float) -> None:
+    training = Training(TrainingRules(policies={name: PolicyRules() for name in ("a", "b")}))
+    assert list(training.due(version=None, now=0.0)) == []
+    training.trainer_opened("t0", ("slot0",))
+    now, loads = 0.0, []
+    # Both make set 0 in turn on the one slot, then wait for it with work.
+    for _ in range(2):
+        (bind,) = [e for e in training.due(version=None, now=now) if isinstance(e, Bind)]
+        now += bind_s
+        training.done(bind, StateSaved(StateFact(version=0)), now=now)
+        policy = training.policies[bind.policy]
+        assert policy.binding is not None
+        if bind.policy == "a":
+            policy.unbind()
+    training.begin_batch(BatchId(0))
+    assert [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)] == []
+    row = Row(
+        vertex_id="v", sample_id="s", agent="x", policy="a", path="0:0", num_response_tokens=3
+    )
+    training.policies["a"].records["m"] = Record("m", (row,), RecordStage.READY)
+    holder = training.policies["b"].binding
+    assert holder is not None
+    holder.begin(OperationKind.SUSPEND, now=now)
+    assert [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)] == []
+    holder.operation = None
+    for _ in range(2):
+        loads += [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)]
+    assert [(e.policy, e.slots) for e in loads] == (
+        [] if bind_s < PREFETCH_FROM_S else [("a", ("slot0",))]
+    )
+    assert all(e.waits == "trainer t0: load a ahead of its turn" for e in loads)
