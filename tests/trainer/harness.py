@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,13 +189,19 @@ class Policy:
         return targets
 
     async def apply(
-        self, denominator: float, num_updates: int = 0
+        self,
+        denominator: float,
+        num_updates: int = 0,
+        sources: Sequence[rank_pb2.MappedSegment] = (),
     ) -> tuple[dict[str, rank_pb2.MappedSegment], rank_pb2.RankWritten]:
         targets = {kind: self.segment(kind) for kind in ("weights", "master", "moments")}
         replies = await self.ranks.call(
             self.members,
             apply=rank_pb2.RankApply(
-                denominator=denominator, num_updates=num_updates, targets=list(targets.values())
+                denominator=denominator,
+                num_updates=num_updates,
+                targets=list(targets.values()),
+                sources=sources,
             ),
         )
         return targets, replies[0].written

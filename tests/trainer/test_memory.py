@@ -153,6 +153,40 @@ async def test_a_policy_whose_kept_state_was_displaced_ahead_of_anothers_turn_is
     assert np.array_equal(flat((await policy.export("master"))["master"]), flat(state["master"]))
 
 
+@pytest.mark.parametrize("members", [[0], [0, 1]], ids=["one_rank", "two_ranks"])
+async def test_moments_stay_out_of_swaps_until_the_update(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await policy.bind()
+    await policy.add(make_rows(5))
+    state, _ = await policy.apply(5.0)
+    ends = []
+    for left_out in (False, True):
+        await policy.unbind()
+        whole = saved(state["master"], state["moments"])
+        if left_out:
+            del whole.segments[1]
+        assert (await policy.bind(whole)).has_moments is not left_out
+        await policy.add(make_rows(6, seed=1))
+        if left_out:  # a swap in the middle of the batch
+            whole.segments.append((await policy.export("gradients"))["gradients"])
+            await policy.unbind()
+            assert not (await policy.bind(whole)).has_moments
+            gone = rank_pb2.MappedSegment(
+                kind="moments", path="/nowhere", buffers=state["moments"].buffers
+            )
+            with pytest.raises(DomainError) as caught:
+                await policy.apply(6.0, num_updates=1, sources=[gone])
+            assert caught.value.reason is ErrorReason.SEGMENT_NOT_FOUND
+        targets, _ = await policy.apply(
+            6.0, num_updates=1, sources=[state["moments"]] if left_out else []
+        )
+        ends.append(np.concatenate([flat(targets[kind]) for kind in ("master", "moments")]))
+    assert np.array_equal(*ends)
+    await policy.unbind()
+
+
 async def test_state_of_another_model_is_refused_and_nothing_stays_bound(
     ranks: Ranks, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ class PolicyState:
         self._record: graph_pb2.StateRecord | None = None
         self._saved = Ledger(batch=0)
         self._num_saves = 0
+        self._has_moments = False
         self.ledger = self._saved
         self.size_bytes = 0
 
@@ -115,12 +116,17 @@ class PolicyState:
         """
         started = time.perf_counter()
         state = self.record
-        apply = rank_pb2.RankApply(
-            denominator=self._parts.config.loss.denominator(ledger.counts),
-            num_updates=state.num_updates,
-            targets=targets.for_ranks(),
-        )
-        replies = await self._command(rank_pb2.RankCommand(apply=apply))
+        async with self._parts.segments.opened(
+            {} if self._has_moments else {"moments": state.moments}
+        ) as sources:
+            apply = rank_pb2.RankApply(
+                denominator=self._parts.config.loss.denominator(ledger.counts),
+                num_updates=state.num_updates,
+                targets=targets.for_ranks(),
+                sources=sources,
+            )
+            replies = await self._command(rank_pb2.RankCommand(apply=apply))
+        self._has_moments = True
         written = replies[0].written
         refs = await targets.seal(weights_hash=written.weights_hash)
         seconds = largest([reply.written.seconds for reply in replies])
@@ -161,7 +167,8 @@ class PolicyState:
         self.ledger = self._saved = records.ledger_of(state, version=version)
         if self._parts.frozen:
             return {}
-        refs = {"master": state.master, "moments": state.moments}
+        # Moments are left out until the update: a swap in the middle of a batch never moves them.
+        refs = {"master": state.master}
         if self.ledger.added:
             refs["gradients"] = state.gradients
         # Named even where the ranks keep the content: only they know what is still there when they
@@ -195,6 +202,7 @@ class PolicyState:
         self._parameters = list(replies[0].bound.parameters)
         self._published = list(replies[0].bound.published) or self._parameters
         self.size_bytes = replies[0].bound.state_bytes
+        self._has_moments = all(reply.bound.has_moments for reply in replies)
         return dict(replies[0].bound.seconds)
 
     async def _command(self, command: rank_pb2.RankCommand) -> list[rank_pb2.RankReply]:

@@ -16,7 +16,13 @@ _PAGE_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKey:
-    """Names a content: state that equals these segments, as these workers share it."""
+    """Names a content: state that equals these segments, as these workers share it.
+
+    Attributes:
+        master: Key of the weights.
+        moments: Key of the moments; "" where they were left out.
+        members: Positions of the workers in order of rank.
+    """
 
     master: str
     moments: str

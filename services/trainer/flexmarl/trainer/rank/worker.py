@@ -37,7 +37,8 @@ class Trained:
     """A policy that is bound to be trained.
 
     `key` names the saved state that weights and moments equal. It is None from before the first
-    change until the changed state has a name again, so it never names other content.
+    change until the changed state has a name again, so it never names other content. Gradients need
+    no moments, so in the middle of a batch they may be left out (`has_moments`) until the update.
     """
 
     command: rank_pb2.RankBind
@@ -48,6 +49,7 @@ class Trained:
     room: Room
     state: ShardedState
     key: StateKey | None = None
+    has_moments: bool = True
     learner: Learner | None = None
 
 
@@ -115,6 +117,7 @@ class RankWorker:
             parameters=resident.parameters,
             published=() if resident.model.base is None else resident.published,
             state_bytes=self._trained.state.size_bytes(),
+            has_moments=self._trained.has_moments,
             seconds=seconds,
         )
 
@@ -150,10 +153,17 @@ class RankWorker:
         )
 
     def apply(self, command: rank_pb2.RankApply) -> rank_pb2.RankWritten:
-        """Steps the optimizer, unless nothing was accumulated, and writes the state."""
+        """Steps the optimizer, unless nothing was accumulated, and writes the state.
+
+        Raises:
+            DomainError: What loading the moments raises, on all ranks; nothing has changed then.
+        """
         bound = self._require_trained()
         metrics = {"skipped": 1.0}
+        seconds: dict[str, float] = defaultdict(float)
         started = time.perf_counter()
+        self._bring_moments(bound, command)
+        seconds["moments"] = (now := time.perf_counter()) - started
         if command.denominator > 0 and bound.state.total is not None:
             bound.key = None
             metrics = step(
@@ -165,8 +175,7 @@ class RankWorker:
                 device=self._device,
             )
         bound.state.total = None
-        seconds: dict[str, float] = defaultdict(float)
-        seconds["step"] = time.perf_counter() - started
+        seconds["step"] = time.perf_counter() - now
         written = self._export(bound, command.targets, seconds)
         return rank_pb2.RankWritten(weights_hash=written, metrics=metrics, seconds=seconds)
 
@@ -247,17 +256,8 @@ class RankWorker:
         self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
     ) -> Trained:
         members = tuple(command.members)
-        key = None
-        room = None
-        if command.WhichOneof("source") == "saved":
-            saved = command.saved
-            key = StateKey(master=saved.master_key, moments=saved.moments_key, members=members)
-            room = self._memory.find(key)
-            if room is not None and room.region.size_bytes != aligned(state_bytes(resident.block)):
-                self._memory.leave(room, key)  # another model's, under a name that is not its own
-                room = None
+        room, key = self._find_kept(resident, command, members)
         if room is None:
-            key = None
             generation = self._memory.generation
             room = self._memory.take(state_bytes(resident.block))
             if self._memory.generation != generation:
@@ -275,6 +275,21 @@ class RankWorker:
             key=key,
         )
 
+    def _find_kept(
+        self, resident: Resident, command: rank_pb2.RankBind, members: tuple[int, ...]
+    ) -> tuple[Room, StateKey] | tuple[None, None]:
+        """Where the saved state lies still, with its moments or without them."""
+        saved = command.saved
+        for moments in (saved.moments_key, "") if saved.master_key else ():
+            key = StateKey(master=saved.master_key, moments=moments, members=members)
+            room = self._memory.find(key)
+            if room is None:
+                continue
+            if room.region.size_bytes == aligned(state_bytes(resident.block)):
+                return room, key
+            self._memory.leave(room, key)  # another model's, under a name that is not its own
+        return None, None
+
     def _fill(self, bound: Trained, command: rank_pb2.RankBind) -> None:
         state = bound.state
         if command.WhichOneof("source") == "initial":
@@ -282,17 +297,33 @@ class RankWorker:
             return
         segments = {segment.kind: segment for segment in command.saved.segments}
         block = bound.resident.block
+        bound.has_moments = bound.key is not None and bound.key.moments != ""
         if bound.key is None:
-            for kind in ("master", "moments"):
-                self._files.load(segments[kind], block, state.flat(kind))
-            bound.key = StateKey(
-                master=command.saved.master_key,
-                moments=command.saved.moments_key,
-                members=bound.members,
-            )
+            self._files.load(segments["master"], block, state.flat("master"))
+        if not bound.has_moments and "moments" in segments:
+            self._files.load(segments["moments"], block, state.flat("moments"))
+            bound.has_moments = True
+        bound.key = StateKey(
+            master=command.saved.master_key,
+            moments=command.saved.moments_key if bound.has_moments else "",
+            members=bound.members,
+        )
         if "gradients" in segments:
             self._files.load(segments["gradients"], block, state.flat("gradients"))
             state.set_sum()
+
+    def _bring_moments(self, bound: Trained, command: rank_pb2.RankApply) -> None:
+        if not command.sources:
+            return
+        failure = None
+        if not bound.has_moments:
+            (source,) = command.sources
+            try:
+                self._files.load(source, bound.resident.block, bound.state.flat("moments"))
+            except DomainError as error:
+                failure = error
+        agree(failure, group=bound.resident.group, device=self._device)
+        bound.has_moments = True
 
     def _export(
         self,

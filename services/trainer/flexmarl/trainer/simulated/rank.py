@@ -83,6 +83,7 @@ class SimulatedRank:
         return rank_pb2.RankBound(
             parameters=parameters,
             state_bytes=sum(item.size_bytes for item in parameters),
+            has_moments=True,
             seconds={"load": taken_s},
         )
 

@@ -338,7 +338,9 @@ Global___RankInitial: _TypeAlias = RankInitial  # noqa: Y015
 
 @_typing.final
 class RankSaved(_message.Message):
-    """RankSaved names saved state. A worker that still keeps master and moments does not load them."""
+    """RankSaved names saved state. What a worker still keeps of it is not loaded. Moments are needed by
+    an update alone: without a segment of theirs they are left out until then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -397,9 +399,12 @@ class RankBound(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    HAS_MOMENTS_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """Bytes that the policy's state takes on this worker."""
+    has_moments: _builtins.bool
+    """Whether the moments are in place; otherwise an update has to bring them."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[_meg_store_pb2.NamedBuffer]:
         """Parameters as full tensors in the master dtype: names, dtypes, shapes; offsets are not set."""
@@ -418,11 +423,12 @@ class RankBound(_message.Message):
         parameters: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
         state_bytes: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        has_moments: _builtins.bool = ...,
         published: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_moments", b"has_moments", "parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -637,6 +643,7 @@ class RankApply(_message.Message):
     DENOMINATOR_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     denominator: _builtins.float
     """What the gradient sum is divided by; 0 means that nothing was accumulated and no step is made."""
     num_updates: _builtins.int
@@ -645,16 +652,21 @@ class RankApply(_message.Message):
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappedSegment]:
         """Segments to fill with the state after the step."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappedSegment]:
+        """Moments to load before it; empty when every rank has them."""
+
     def __init__(
         self,
         *,
         denominator: _builtins.float = ...,
         num_updates: _builtins.int = ...,
         targets: _abc.Iterable[Global___MappedSegment] | None = ...,
+        sources: _abc.Iterable[Global___MappedSegment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "num_updates", b"num_updates", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "num_updates", b"num_updates", "sources", b"sources", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
