@@ -19,6 +19,7 @@ from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.child_link import ChildLink
 from flexmarl.runtime.logging import get_logger
+from flexmarl.trainer.rank.bound_state import BoundStates
 from flexmarl.trainer.rank.failures import told_apart
 from flexmarl.trainer.rank.groups import Groups, join_numbering
 from flexmarl.trainer.rank.memory import DeviceMemory
@@ -103,13 +104,17 @@ def _make_worker(
     args: dict[str, Any], memory: DeviceMemory, device: torch.device
 ) -> tuple[RankWorker, Prefetcher]:
     groups = Groups(position=args["position"], device=device, timeout_s=args["timeout_s"])
-    verify = args["verify"]
-    prefetcher = Prefetcher(memory, StateFiles(transfers_of(device), verify=verify))
+    modules = Modules(groups, max_modules=args["max_modules"], device=device)
+    files = StateFiles(transfers_of(device), verify=args["verify"])
+    # Its own files: it works beside, and staging buffers are for one at a time.
+    prefetcher = Prefetcher(memory, StateFiles(transfers_of(device), verify=args["verify"]))
     worker = RankWorker(
-        modules=Modules(groups, max_modules=args["max_modules"], device=device),
+        modules=modules,
         memory=memory,
-        files=StateFiles(transfers_of(device), verify=verify),
-        prefetcher=prefetcher,
+        files=files,
+        states=BoundStates(
+            modules=modules, memory=memory, files=files, prefetcher=prefetcher, device=device
+        ),
         references=References(max_bytes=args["max_reference_bytes"]),
         device=device,
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
 
 import torch
 from torch import nn
@@ -24,9 +23,6 @@ from flexmarl.trainer.rank.lora import Base
 from flexmarl.trainer.rank.placement import Place, place
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
 from flexmarl.trainer.state_layout import Block, Piece
-
-KINDS: Final = ("master", "moments", "gradients")
-"""Kinds of state that lie in the region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,52 +5,29 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.segments import hash_file
-from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.trainer.rank.bound_state import BoundStates, Trained
 from flexmarl.trainer.rank.failures import agree, told_apart
 from flexmarl.trainer.rank.frozen import FrozenWeights, mark_of
 from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
 from flexmarl.trainer.rank.initial import initial_weights
 from flexmarl.trainer.rank.lora import first_adapter
 from flexmarl.trainer.rank.losses.choose import choose
-from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
+from flexmarl.trainer.rank.memory import DeviceMemory, StateKey
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
-from flexmarl.trainer.rank.prefetch import Prefetcher
 from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import Resident
-from flexmarl.trainer.rank.shards import ShardedState, state_bytes
 from flexmarl.trainer.rank.state_files import StateFiles
-
-
-@dataclass(slots=True, kw_only=True)
-class Trained:
-    """A policy that is bound to be trained.
-
-    `key` names the saved state that weights and moments equal. It is None from before the first
-    change until the changed state has a name again, so it never names other content. Gradients need
-    no moments, so in the middle of a batch they may be left out (`has_moments`) until the update.
-    """
-
-    command: rank_pb2.RankBind
-    config: PolicyConfig
-    rank: int
-    members: tuple[int, ...]
-    resident: Resident
-    room: Room
-    state: ShardedState
-    key: StateKey | None = None
-    has_moments: bool = True
-    learner: Learner | None = None
 
 
 class RankWorker:
@@ -60,7 +37,7 @@ class RankWorker:
         modules: Modules and groups.
         memory: Where state lies.
         files: State to and from segments.
-        prefetcher: Loads beside; where it is at work, a binding waits for it.
+        states: Puts state where it belongs.
         references: First weights that divergences are measured from.
         device: The device.
     """
@@ -71,13 +48,13 @@ class RankWorker:
         modules: Modules,
         memory: DeviceMemory,
         files: StateFiles,
-        prefetcher: Prefetcher,
+        states: BoundStates,
         references: References,
         device: torch.device,
     ) -> None:
         self._modules = modules
         self._memory = memory
-        self._prefetcher = prefetcher
+        self._states = states
         self._references = references
         self._files = files
         self._device = device
@@ -102,10 +79,13 @@ class RankWorker:
         started = time.perf_counter()
         resident = self._modules.get(command, config)
         seconds["group"] = (now := time.perf_counter()) - started
-        with self._prefetcher.loading:
-            self._trained = self._place(resident, command, config)
+        self._trained = self._states.place(resident, command, config)
         try:
-            self._fill(self._trained, command)
+            if command.WhichOneof("source") == "initial":
+                first = _first_of(self._trained, seed=command.initial.seed)
+                self._trained.state.set_initial(first)
+            else:
+                self._states.load(self._trained, command.saved)
             self._trained.learner = self._learner(self._trained)
         except BaseException:
             self._trained.key = None
@@ -162,7 +142,7 @@ class RankWorker:
         metrics = {"skipped": 1.0}
         seconds: dict[str, float] = defaultdict(float)
         started = time.perf_counter()
-        self._bring_moments(bound, command)
+        self._states.bring_moments(bound, command.sources)
         seconds["moments"] = (now := time.perf_counter()) - started
         if command.denominator > 0 and bound.state.total is not None:
             bound.key = None
@@ -251,79 +231,6 @@ class RankWorker:
     def _require_trained(self) -> Trained:
         assert self._trained is not None, "work without a trained policy"
         return self._trained
-
-    def _place(
-        self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
-    ) -> Trained:
-        members = tuple(command.members)
-        room, key = self._find_kept(resident, command, members)
-        if room is None:
-            generation = self._memory.generation
-            room = self._memory.take(state_bytes(resident.block))
-            if self._memory.generation != generation:
-                # Modules that point at the old block would keep it alive.
-                self._modules.drop_others(resident)
-        assert room is not None, "nothing else is in use"
-        return Trained(
-            command=command,
-            config=config,
-            rank=command.rank,
-            members=members,
-            resident=resident,
-            room=room,
-            state=resident.at(room),
-            key=key,
-        )
-
-    def _find_kept(
-        self, resident: Resident, command: rank_pb2.RankBind, members: tuple[int, ...]
-    ) -> tuple[Room, StateKey] | tuple[None, None]:
-        """Where the saved state lies still, with its moments or without them."""
-        saved = command.saved
-        for moments in (saved.moments_key, "") if saved.master_key else ():
-            key = StateKey(master=saved.master_key, moments=moments, members=members)
-            room = self._memory.find(key)
-            if room is None:
-                continue
-            if room.region.size_bytes == aligned(state_bytes(resident.block)):
-                return room, key
-            self._memory.leave(room, key)  # another model's, under a name that is not its own
-        return None, None
-
-    def _fill(self, bound: Trained, command: rank_pb2.RankBind) -> None:
-        state = bound.state
-        if command.WhichOneof("source") == "initial":
-            state.set_initial(_first_of(bound, seed=command.initial.seed))
-            return
-        segments = {segment.kind: segment for segment in command.saved.segments}
-        block = bound.resident.block
-        bound.has_moments = bound.key is not None and bound.key.moments != ""
-        if bound.key is None:
-            self._files.load(segments["master"], block, state.flat("master"))
-        if not bound.has_moments and "moments" in segments:
-            self._files.load(segments["moments"], block, state.flat("moments"))
-            bound.has_moments = True
-        bound.key = StateKey(
-            master=command.saved.master_key,
-            moments=command.saved.moments_key if bound.has_moments else "",
-            members=bound.members,
-        )
-        if "gradients" in segments:
-            self._files.load(segments["gradients"], block, state.flat("gradients"))
-            state.set_sum()
-
-    def _bring_moments(self, bound: Trained, command: rank_pb2.RankApply) -> None:
-        if not command.sources:
-            return
-        failure = None
-        if not bound.has_moments:
-            (source,) = command.sources
-            try:
-                self._files.load(source, bound.resident.block, bound.state.flat("moments"))
-            except DomainError as error:
-                failure = error
-        agree(failure, group=bound.resident.group, device=self._device)
-        bound.has_moments = True
 
     def _export(
         self,

@@ -1,0 +1,156 @@
+"""State of a policy that is bound to be trained: where it lies, and how it came there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.core.arena import aligned
+from flexmarl.core.errors import DomainError
+from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.trainer.rank.failures import agree
+from flexmarl.trainer.rank.gradients import Learner
+from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
+from flexmarl.trainer.rank.modules import Modules
+from flexmarl.trainer.rank.prefetch import Prefetcher
+from flexmarl.trainer.rank.residence import Resident
+from flexmarl.trainer.rank.shards import ShardedState, state_bytes
+from flexmarl.trainer.rank.state_files import StateFiles
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """A policy that is bound to be trained.
+
+    `key` names the saved state that weights and moments equal. It is None from before the first
+    change until the changed state has a name again, so it never names other content. Gradients need
+    no moments, so in the middle of a batch they may be left out (`has_moments`) until the update.
+    """
+
+    command: rank_pb2.RankBind
+    config: PolicyConfig
+    rank: int
+    members: tuple[int, ...]
+    resident: Resident
+    room: Room
+    state: ShardedState
+    key: StateKey | None = None
+    has_moments: bool = True
+    learner: Learner | None = None
+
+
+class BoundStates:
+    """Gives policies room in the worker's memory, and loads there what it does not keep of them.
+
+    Args:
+        modules: Modules; those that point at memory that was replaced are dropped.
+        memory: Where state lies.
+        files: State from segments.
+        prefetcher: Loads beside; where it is at work, a binding waits for it.
+        device: The device.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Modules,
+        memory: DeviceMemory,
+        files: StateFiles,
+        prefetcher: Prefetcher,
+        device: torch.device,
+    ) -> None:
+        self._modules = modules
+        self._memory = memory
+        self._files = files
+        self._prefetcher = prefetcher
+        self._device = device
+
+    def place(
+        self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
+    ) -> Trained:
+        """Gives a policy the region that holds its saved state, or another one.
+
+        Raises:
+            DomainError: OUT_OF_MEMORY.
+        """
+        members = tuple(command.members)
+        with self._prefetcher.loading:
+            room, key = self._find_kept(resident, command.saved, members)
+            if room is None:
+                room = self._take(resident)
+        return Trained(
+            command=command,
+            config=config,
+            rank=command.rank,
+            members=members,
+            resident=resident,
+            room=room,
+            state=resident.at(room),
+            key=key,
+        )
+
+    def load(self, bound: Trained, saved: rank_pb2.RankSaved) -> None:
+        """Loads what the region lacks of saved state; moments only if they are named.
+
+        Raises:
+            DomainError: See `StateFiles.load`.
+        """
+        segments = {segment.kind: segment for segment in saved.segments}
+        block, state = bound.resident.block, bound.state
+        bound.has_moments = bound.key is not None and bound.key.moments != ""
+        if bound.key is None:
+            self._files.load(segments["master"], block, state.flat("master"))
+        if not bound.has_moments and "moments" in segments:
+            self._files.load(segments["moments"], block, state.flat("moments"))
+            bound.has_moments = True
+        bound.key = StateKey(
+            master=saved.master_key,
+            moments=saved.moments_key if bound.has_moments else "",
+            members=bound.members,
+        )
+        if "gradients" in segments:
+            self._files.load(segments["gradients"], block, state.flat("gradients"))
+            state.set_sum()
+
+    def bring_moments(self, bound: Trained, sources: Sequence[rank_pb2.MappedSegment]) -> None:
+        """Loads moments that were left out (collective where there are sources).
+
+        Raises:
+            DomainError: See `StateFiles.load`; on all ranks when it fails on one.
+        """
+        if not sources:
+            return
+        failure = None
+        if not bound.has_moments:
+            try:
+                self._files.load(sources[0], bound.resident.block, bound.state.flat("moments"))
+            except DomainError as error:
+                failure = error
+        agree(failure, group=bound.resident.group, device=self._device)
+        bound.has_moments = True
+
+    def _find_kept(
+        self, resident: Resident, saved: rank_pb2.RankSaved, members: tuple[int, ...]
+    ) -> tuple[Room, StateKey] | tuple[None, None]:
+        """Where the saved state lies still, with its moments or without them."""
+        for moments in (saved.moments_key, "") if saved.master_key else ():
+            key = StateKey(master=saved.master_key, moments=moments, members=members)
+            room = self._memory.find(key)
+            if room is None:
+                continue
+            if room.region.size_bytes == aligned(state_bytes(resident.block)):
+                return room, key
+            self._memory.leave(room, key)  # another model's, under a name that is not its own
+        return None, None
+
+    def _take(self, resident: Resident) -> Room:
+        generation = self._memory.generation
+        room = self._memory.take(state_bytes(resident.block))
+        assert room is not None, "nothing else is in use"
+        if self._memory.generation != generation:
+            # Modules that point at the old block would keep it alive.
+            self._modules.drop_others(resident)
+        return room
