@@ -37,7 +37,7 @@ def test_what_is_kept_occupies_nothing_and_is_found_until_room_is_needed() -> No
     assert arena.kept == ("c",)
     assert arena.take(192) is None, "the region above is used"
     assert arena.kept == ("c",), "what would not fit displaces nothing"
-    taken(arena, 64)
+    assert taken(arena, 128) == Region(64, 128)
     assert arena.kept == ()
 
 

@@ -65,6 +65,7 @@ def add_micro_batch(rows: Rows, learner: Learner, *, num_updates: int) -> MicroB
     outputs: list[LossOutput] = []
     try:
         references = _reference_scores(passes, learner, stats)
+        learner.state.begin_gradients()
         for columns, reference in zip(passes, references, strict=True):
             outputs.append(_pass(columns, reference, learner, num_updates, stats))
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,6 +31,14 @@ def initial_weights(
     # The library's models hold cycles: uncollected, this one would stay beside the policy's state.
     del model
     gc.collect()
+    _give_back()
+
+
+def _give_back() -> None:
+    """Has the C library return freed memory: it keeps what many medium-sized tensors lay in."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _drawn(model_path: Path, seed: int) -> Any:  # noqa: ANN401 - untyped library

@@ -189,16 +189,33 @@ class ShardedState:
         for piece in block.pieces:
             yield piece, merge(piece.name, piece.start, piece.rows)
 
+    def begin_gradients(self) -> None:
+        """Gives the parameters gradients of zero, in one piece of memory, for passes to add to.
+
+        Gradients that the backward makes one by one come to lie between activations, and keep the
+        memory of those from being given back.
+        """
+        memory = torch.zeros(self._block.size_bytes, dtype=torch.uint8, device=self._memory.device)
+        for shard in self.shards:
+            parameter = shard.parameter
+            assert isinstance(parameter, DTensor), "it is sharded"
+            parameter.grad = DTensor.from_local(
+                _view(memory, shard.piece.offset, shard.piece, shard.piece.rows),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
     def gradients(self) -> list[torch.Tensor]:
-        """Takes this rank's gradients off the parameters; unused parameters give zeros."""
+        """Takes this rank's gradients off the parameters."""
         taken = []
         for shard in self.shards:
             gradient = shard.parameter.grad
+            assert isinstance(gradient, DTensor), "a micro-batch begins with gradients of zero"
+            taken.append(gradient.to_local())
             shard.parameter.grad = None
-            if gradient is None:
-                taken.append(torch.zeros_like(shard.local))
-            else:
-                taken.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
         return taken
 
     def drop_gradients(self) -> None:

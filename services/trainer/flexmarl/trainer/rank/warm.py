@@ -76,6 +76,7 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
             Coefficients(entropy=0.1),
             ppo_clip,
         )
+        state.begin_gradients()
         torch.autograd.backward(output.total)
         state.add(state.gradients())
     step(
