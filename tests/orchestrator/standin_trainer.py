@@ -112,6 +112,14 @@ class StandInTrainer(TrainerServiceServicer):
 
         return pb.SuspendPolicyResponse(operation=await self._begin(request.request_id, work()))
 
+    async def PrefetchPolicy(
+        self, request: pb.PrefetchPolicyRequest, _: object
+    ) -> pb.PrefetchPolicyResponse:
+        async def work() -> pb.Operation:
+            return pb.Operation(prefetch=pb.PrefetchResult())
+
+        return pb.PrefetchPolicyResponse(operation=await self._begin(request.request_id, work()))
+
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: Any
     ) -> pb.WaitOperationResponse:
