@@ -1,7 +1,7 @@
 """Code blocks of the documentation.
 
 A block's info string says what it is: a language, and `title="file"` for one that the reader saves
-as a file. Blocks of `bash` are run by a test; `sh` is shown only.
+as a file. Blocks of `bash` are run by `make prove`; `sh` is shown only.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from docs.pages import ROOT, RUN_IN_ORDER, blocks, write_files
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
