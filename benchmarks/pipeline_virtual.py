@@ -579,8 +579,6 @@ def main() -> None:
     name, mode = sys.argv[1], Mode(sys.argv[2])
     second_s = float(sys.argv[3]) / 1e3 if len(sys.argv) > 3 else 0.05
     path = Path(__file__).parents[2] / f"shared/workloads/{name}.json"
-    if not path.exists():
-        path = Path(f"/work/shared/workloads/{name}.json")
     emulation = Emulation.read(path, second_s=second_s)
     with tempfile.TemporaryDirectory() as scratch:
         run = VirtualRun(emulation, mode, Path(scratch))
