@@ -55,12 +55,9 @@ def test_metrics_are_declared_where_the_reference_looks(root: Path) -> None:
         "services/trainer/flexmarl/trainer/metrics.py",
         "services/orchestrator/flexmarl/orchestrator/metrics.py",
     }
-    importing = {
-        path.relative_to(root).as_posix()
-        for path in sources(root)
-        if "prometheus_client" in path.read_text(encoding="utf-8")
-    }
-    assert importing == {"libs/flexmarl/runtime/metrics.py", "libs/flexmarl/runtime/server.py"}
+    for path in sources(root):
+        if "prometheus_client" in path.read_text(encoding="utf-8"):
+            assert path.parent == root / "libs/flexmarl/runtime", path
 
 
 def test_every_declared_metric_is_in_the_reference(root: Path) -> None:
