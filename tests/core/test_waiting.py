@@ -136,3 +136,15 @@ def test_a_policy_that_failed_is_tried_again() -> None:
     assert found.ends == "another try, after 1 failure(s) in a row"
     assert any(w.what == "timer allocation" for w in waits(run))
     assert not isinstance(effect, Bind | StartSamples)
+
+
+def test_state_that_is_loaded_ahead_says_what_comes_instead_of_it() -> None:
+    run = World(rules(), Random(5), trouble=0.0, num_slots=1, agents=AGENTS)
+    ends = set()
+    while run.ended is None:
+        ends |= {wait.ends for wait in waits(run) if "ahead of its turn" in wait.what}
+        run.now += 0.2  # bindings take long enough for it
+        run.step()
+    (end,) = ends
+    assert "operation_timeout_s = 62" in end
+    assert end.endswith("its binding loads the state")

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from flexmarl.core.allocation import BindSlots
 from flexmarl.core.ids import BatchId, micro_batch_id
 from flexmarl.core.micro_batches import RowQueue
 from flexmarl.core.run_effects import CreateMicroBatch, MarkRows
@@ -106,7 +105,7 @@ class PolicyTraining:
     work_since: float | None = None
     estimates: Estimates = field(default_factory=Estimates)
     _saved: StateFact | None = None
-    _ahead: tuple[BindSlots, StateFact] | None = None
+    _ahead: StateFact | None = None
     _next_ordinal: int = 0
     _batch: BatchId = field(default_factory=lambda: BatchId(0))
 
@@ -233,11 +232,11 @@ class PolicyTraining:
         elif self.work_since is None:
             self.work_since = now
 
-    def is_ahead(self, following: BindSlots) -> bool:
-        """Whether its saved state is to be loaded for this binding now: once per state."""
-        if self._saved is None or self._ahead == (following, self._saved):
+    def goes_ahead(self) -> bool:
+        """Whether its saved state is to be loaded ahead of its binding now: once per state."""
+        if self._saved is None or self._ahead == self._saved:
             return False
-        self._ahead = (following, self._saved)
+        self._ahead = self._saved
         return True
 
     def unbind(self) -> None:

@@ -38,7 +38,7 @@ from flexmarl.core.training_rows import RunFailure
 MAX_FAILURES = 8
 """Operations of one policy that may fail in a row; then the run fails with the last reason."""
 
-PREFETCH_FROM_S = 0.02
+PREFETCH_FROM_S = 0.2
 """State that a binding loads in less is not worth a call ahead of it."""
 
 FIRST_RETRY_S = 0.1
@@ -245,7 +245,7 @@ class Training:
         following = foresee(self._demands(now=now), trainers=self._trainers)
         if following is None or self._swaps(following):
             return
-        if self.policies[following.policy].is_ahead(following):
+        if self.policies[following.policy].goes_ahead():
             yield Prefetch(
                 policy=following.policy,
                 trainer=following.trainer,
