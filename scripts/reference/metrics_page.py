@@ -30,9 +30,9 @@ What the services expose to Prometheus, with names that stay. Each service serve
 `address.json` names it). `deploy/prometheus/prometheus.yml` and `deploy/grafana/` read them. Beside
 these stand the `process_*` metrics of each process: memory, CPU seconds, open files.
 
-Sums are kept where the work is done and read when Prometheus asks: scraping costs the event loop
-about a millisecond, not scraping costs nothing. The services and the log lines share run, batch,
-sample and vertex ids; ids are no labels here, as there are too many.
+Sums are kept where the work is done and read when Prometheus asks: who does not scrape pays nothing
+for them. The services and the log lines share run, batch, sample and vertex ids; ids are no labels
+here, as there are too many.
 
 Histograms have the bounds, in seconds: {bounds}.
 
