@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from benchmarks.pipeline_modes import Emulation, num_slots, run_config
 from benchmarks.pipeline_parts import Kind, Span, parts
-from flexmarl.core.balance import BalanceConfig, Balancer, Move
+from flexmarl.core.balance import Balancer, Move
 from flexmarl.core.balance_monitor import Monitor, MoveCosts
 from flexmarl.core.dataset_order import DatasetOrder
 from flexmarl.core.dispatch import Dispatcher
@@ -183,16 +183,7 @@ class VirtualRun:
             for name, policy in config.policies.items()
             for ordinal in range(policy.rollout.instances)
         }
-        section = config.rollout.balance
-        self._balancer = Balancer(
-            BalanceConfig(
-                rule=section.rule,
-                queue_gap=section.queue_gap,
-                gain_margin=section.gain_margin,
-                residence_s=section.residence_s,
-                confirm=section.confirm,
-            )
-        )
+        self._balancer = Balancer(config.rollout.balance.decisions())
         self._costs = MoveCosts()
         self._monitor = Monitor(
             dict.fromkeys(config.policies, "base"), book=self._dispatcher.book, costs=self._costs

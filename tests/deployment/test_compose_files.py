@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from compose.compose_kit import compose_command
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "docker-compose.yml"
@@ -20,21 +21,6 @@ SERVICES = {"meg-store", "rollout", "engine-host", "trainer", "orchestrator"}
 COMBINATIONS = [
     chosen for n in range(len(OVERLAYS) + 1) for chosen in itertools.combinations(OVERLAYS, n)
 ]
-
-
-@functools.cache
-def compose() -> list[str] | None:
-    """The command that is here: the plugin, or version 1."""
-    for command in (["docker", "compose"], ["docker-compose"]):
-        try:
-            done = subprocess.run(
-                [*command, "version"], capture_output=True, timeout=30, check=False
-            )
-        except OSError:
-            continue
-        if done.returncode == 0:
-            return command
-    return None
 
 
 @functools.cache
@@ -121,10 +107,12 @@ def test_addresses_name_services_that_are_there(chosen):
     assert named <= there
 
 
-@pytest.mark.skipif(compose() is None, reason="neither docker compose nor docker-compose is here")
+@pytest.mark.skipif(
+    compose_command() is None, reason="neither docker compose nor docker-compose is here"
+)
 @pytest.mark.parametrize("chosen", [(), tuple(OVERLAYS)], ids=["alone", "all"])
 def test_compose_takes_the_files(chosen):
-    command = compose()
+    command = compose_command()
     assert command is not None
     files = [part for file in (BASE, *chosen) for part in ("-f", str(file))]
     done = subprocess.run(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from flexmarl.core.balance import BalanceConfig
 from flexmarl.core.ids import check_name
 from flexmarl.runtime.algorithm_config import (
     AdvantageConfig,
@@ -378,6 +379,16 @@ class BalanceSection(_Section):
     """Looks in a row that must agree on a move."""
     forecast: bool = True
     """After a batch move instances to where the next one is expected to need them."""
+
+    def decisions(self) -> BalanceConfig:
+        """Returns the numbers of the rule."""
+        return BalanceConfig(
+            rule=self.rule,
+            queue_gap=self.queue_gap,
+            gain_margin=self.gain_margin,
+            residence_s=self.residence_s,
+            confirm=self.confirm,
+        )
 
 
 class RolloutSection(_Section):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from flexmarl.core.balance import BalanceConfig, Balancer, Move
+from flexmarl.core.balance import Balancer, Move
 from flexmarl.core.balance_monitor import Monitor
 from flexmarl.core.forecast import forecast_moves
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
@@ -74,15 +74,7 @@ class Mover:
         self._fleet = fleet
         self._spans = spans
         self._open_versions = open_versions
-        self._balancer = Balancer(
-            BalanceConfig(
-                rule=section.rule,
-                queue_gap=section.queue_gap,
-                gain_margin=section.gain_margin,
-                residence_s=section.residence_s,
-                confirm=section.confirm,
-            )
-        )
+        self._balancer = Balancer(section.decisions())
         self._monitor = Monitor(fleet.bases, book=desk.book, costs=fleet.costs)
         self._vacating: dict[str, _Moving] = {}
         self._arriving: dict[str, _Moving] = {}
