@@ -18,7 +18,7 @@ DIGITS = "0123"
 END = "."
 """The end symbol: what stands after it is not part of an answer."""
 
-LOCAL_SHARE = 0.95
+LOCAL_SHARE = 0.8
 """Share of an agent's reward that its own answer earns; the team's answer earns the rest.
 
 Of the team's answer, most is what the others did: noise, as long as they guess.

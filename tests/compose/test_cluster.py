@@ -20,7 +20,7 @@ from integration.whole_run import assert_whole, num_reports
 
 SERVICES = ("meg-store", "rollout", "engine-host", "trainer", "orchestrator")
 VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "60"))
-QUICKSTART = Size(versions=VERSIONS, groups=24, samples=8)
+QUICKSTART = Size(versions=VERSIONS, groups=32, samples=8)
 CUT_S = 10.0
 LEARNT = 0.9
 """The quickstart's reward, mean of its last five versions; at first it is below 0.3."""
