@@ -82,7 +82,7 @@ gsm8k: $(STAMP) $(GSM8K_MODEL)/config.json ## Three steps of a real team on GSM8
 
 test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 minutes)
 	@echo "core, with branch coverage"
-	@$(BIN)/python -m pytest tests/core --cov=libs/flexmarl/core --cov-branch \
+	@$(BIN)/python -m pytest tests/core -n $(TEST_JOBS) --dist loadfile --cov=libs/flexmarl/core --cov-branch \
 	  --cov-report=term:skip-covered --cov-fail-under=100
 	@echo "everything else"
 	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu" \

@@ -14,6 +14,7 @@ from flexmarl.core.states import MACHINES, Machine
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, only its own folder is there
 
+from benchmarks.tables import page as benchmarks_page  # noqa: E402
 from scripts.reference.cli_page import cli_page  # noqa: E402
 from scripts.reference.config_page import config_page  # noqa: E402
 from scripts.reference.dashboard import dashboard  # noqa: E402
@@ -65,6 +66,7 @@ def trajectories_page() -> str:
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/states.md": states_page,
     "docs/trajectories.md": trajectories_page,
+    "docs/benchmarks.md": benchmarks_page,
     "docs/reference/config.md": config_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/metrics.md": metrics_page,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.tables import document
+from benchmarks.tables import document, merged
 
 
 def test_figures_become_tables_and_notes_stand_under_them() -> None:
@@ -26,3 +26,12 @@ def test_figures_become_tables_and_notes_stand_under_them() -> None:
 def test_what_is_no_figure_is_refused() -> None:
     with pytest.raises(ValueError, match="Expecting"):
         document(["pipeline 3\n"])
+
+
+def test_a_new_figure_takes_the_place_of_the_old_one() -> None:
+    recorded = ['{"name": "a.b", "value": 1, "unit": "s"}', '{"note": "alone"}']
+    new = [
+        '{"name": "a.c", "value": 2, "unit": "s"}\n',
+        '{"name": "a.b", "value": 3, "unit": "s"}\n',
+    ]
+    assert merged(recorded, new) == [new[1].strip(), recorded[1], new[0].strip()]
