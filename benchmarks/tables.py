@@ -1,8 +1,8 @@
 """Records figures, and makes docs/benchmarks.md of what is recorded.
 
 `make bench NAME=store | python -m benchmarks.tables` takes the JSON lines of a run into
-docs/proof/benchmarks.jsonl, in place of older figures of the same name; `make pages` then writes the
-page. Notes are lines of `{"note": "..."}`, such as the machine and its load, and are written by hand.
+docs/proof/benchmarks.jsonl, in place of older figures of the same name; `make pages` then writes
+the page. Notes are lines of `{"note": "..."}`, such as the machine and its load, written by hand.
 """
 
 from __future__ import annotations
