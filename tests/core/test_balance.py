@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from flexmarl.core.balance_monitor import (
     Monitor,
     MoveCosts,
     PolicyLoad,
+    drain_s,
 )
 from flexmarl.core.dispatch_records import PolicyBook
 from flexmarl.core.forecast import forecast_moves, share_out
@@ -27,8 +30,17 @@ def load(
     rate: float = 100.0,
     load_s: float = 0.5,
     restart_s: float = 20.0,
+    running: int = 1000,
+    places: int = 1,
 ) -> PolicyLoad:
-    return PolicyLoad(policy, base, instances, waiting, work, rate, load_s, restart_s)
+    """Instances of so many places, each of which does `rate` tokens per second."""
+    drains = [
+        drain_s(work, running + waiting, n * places, rate)
+        for n in (instances, instances - 1, instances + 1)
+    ]
+    return PolicyLoad(
+        policy, base, instances, waiting, work, places * rate, *drains, load_s, restart_s
+    )
 
 
 def balancer(**numbers) -> Balancer:
@@ -45,6 +57,25 @@ def test_the_slowest_queue_gets_an_instance_from_who_misses_it_least():
     assert (move.giver, move.receiver, move.restart) == ("idle", "busy", False)
     assert move.gain_s == pytest.approx(20.0 - 4000 / 300)
     assert "busy takes 20.00 s with 2 instances" in move.reason
+
+
+def test_who_has_more_places_than_requests_gives_for_nothing():
+    # Its one long call takes 90 s, with three instances or with two.
+    waits = load("busy", instances=3, waiting=60, work=8000)
+    alone = load("slow", instances=3, work=9000, running=1)
+    move = balancer().decide([waits, alone], 0.0)
+    assert (move.giver, move.receiver) == ("slow", "busy")
+    assert move.gain_s == pytest.approx(8000 / 300 - 8000 / 400)
+    # Three calls on three instances of one place would have to wait for each other.
+    full = load("slow", instances=3, work=9000, running=3)
+    assert balancer().decide([waits, full], 0.0) is None
+
+
+def test_work_drains_at_the_pace_of_requests_and_places():
+    assert drain_s(600, 3, 8, 100.0) == 2.0
+    assert drain_s(600, 30, 2, 100.0) == 3.0
+    assert drain_s(600, 3, 0, 100.0) == inf
+    assert drain_s(0, 0, 4, 100.0) == 0.0
 
 
 def test_a_last_instance_is_never_given_away():
@@ -154,20 +185,24 @@ def test_rates_and_costs_are_learnt():
     costs = MoveCosts(load_s=0.5, restart_s=20.0)
     monitor = Monitor({"p": "m"}, book=lambda _: book, costs=costs)
     (first,) = monitor.observe(0.0)
-    assert first == PolicyLoad("p", "m", 0, 0, 0, DEFAULT_TOKENS_PER_S, 0.5, 20.0)
-    book.num_instances, book.num_waiting = 2, 3
-    book.waiting_tokens, book.running_tokens = 70, 30
-    book.count_busy(1, 1.0)
+    assert first == PolicyLoad("p", "m", 0, 0, 0, DEFAULT_TOKENS_PER_S, 0.0, 0.0, 0.0, 0.5, 20.0)
+    book.num_instances, book.num_places, book.num_waiting, book.waiting_tokens = 2, 8, 3, 70
+    book.count_running(1, 30, 1.0)
     book.done_tokens = 500
     (now,) = monitor.observe(3.0)
-    assert now.tokens_per_s == pytest.approx(250.0)
+    assert now.tokens_per_s == pytest.approx(4 * 250.0)
     assert (now.num_instances, now.num_waiting, now.work_tokens) == (2, 3, 100)
+    # Four requests, of which four, four and eight have places.
+    assert now.drain_s == now.drain_with_less_s == now.drain_with_more_s == 100 / (4 * 250.0)
+    book.num_places = 6
+    (now,) = monitor.observe(3.0)
+    assert now.drain_with_less_s == 100 / (3 * 250.0)
     # Idle time tells nothing; a faster minute outweighs what was before.
-    book.count_busy(-1, 3.0)
-    assert monitor.observe(50.0)[0].tokens_per_s == pytest.approx(250.0)
-    book.count_busy(1, 50.0)
+    book.count_running(-1, -30, 3.0)
+    assert monitor.observe(50.0)[0].tokens_per_s == pytest.approx(3 * 250.0)
+    book.count_running(1, 30, 50.0)
     book.done_tokens += 60_000
-    assert monitor.observe(110.0)[0].tokens_per_s == pytest.approx(1000.0, rel=0.2)
+    assert monitor.observe(110.0)[0].tokens_per_s == pytest.approx(3 * 1000.0, rel=0.2)
     # What ends in no time counts with what ends next.
     rate = monitor.observe(110.0)[0].tokens_per_s
     book.done_tokens += 10

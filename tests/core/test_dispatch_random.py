@@ -51,6 +51,7 @@ class World:
         self.trace: list[tuple[object, float, list[object]]] = []
         self.timer: float | None = None
         self.serving: dict[str, tuple[str, int, int]] = {}  # instance: policy, version, capacity
+        self.told: dict[str, int] = {}  # capacity, while more of before may still run
         self.vacating: dict[str, None] = {}
         self.vacated: list[str] = []
         self.at: dict[str, str] = {}  # attempt: instance
@@ -127,7 +128,8 @@ class World:
                 if a not in self.held
             )
             assert book.num_running == running
-            assert book.num_busy >= 0
+            places = [self.told[name] for name, (p, *_) in self.serving.items() if p == policy]
+            assert (book.num_instances, book.num_places) == (len(places), sum(places))
             assert (book.num_waiting > 0) == (book.waiting_tokens > 0)
             assert (book.num_running > 0) == (book.running_tokens > 0)
 
@@ -222,6 +224,7 @@ class World:
 
     def serve(self, name: str, policy: str, version: int, capacity: int) -> None:
         self.serving[name] = (policy, version, max(capacity, Counter(self.at.values())[name]))
+        self.told[name] = capacity
         self.post(
             InstanceChanged(
                 instance_id=name, policies=(policy,), use=InstanceUse.SERVING, capacity=capacity,
@@ -237,7 +240,7 @@ class World:
         for policy in POLICIES:
             book = self.core.book(policy)
             assert (book.num_waiting, book.waiting_tokens) == (0, 0)
-            assert (book.num_running, book.running_tokens, book.num_busy) == (0, 0, 0)
+            assert (book.num_running, book.running_tokens) == (0, 0)
 
 
 def replay(world: World, seed: int) -> list[list[object]]:

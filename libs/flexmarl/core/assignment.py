@@ -13,7 +13,7 @@ instance with the fewest requests, which empties and is then its own until it en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from random import Random
 
 from flexmarl.core.agent_learning import AgentLearning
@@ -108,11 +108,7 @@ class Assignment:
         vertex.leaving = False
         del instance.running[vertex.ready.vertex_id]
         instance.load -= vertex.load
-        book = self.book(vertex.ready.policy)
-        book.num_running -= 1
-        book.running_tokens -= vertex.load
-        if not instance.running:
-            book.count_busy(-1, now)
+        self.book(vertex.ready.policy).count_running(-1, -vertex.load, now)
         if vertex.alone:
             vertex.alone = False
             instance.reserved = None
@@ -176,11 +172,7 @@ class Assignment:
 
     def _put(self, vertex: Vertex, instance: Instance, now: float) -> None:
         vertex.instance = instance
-        book = self.book(vertex.ready.policy)
-        book.num_running += 1
-        book.running_tokens += vertex.load
-        if not instance.running:
-            book.count_busy(1, now)
+        self.book(vertex.ready.policy).count_running(1, vertex.load, now)
         instance.running[vertex.ready.vertex_id] = vertex
         instance.load += vertex.load
         self.pool.offer(instance)
@@ -222,11 +214,10 @@ class Assignment:
 
     def change(self, instance: Instance, event: InstanceChanged) -> None:
         """Takes over what an instance is now; it is offered where it may be used."""
+        if instance.policies != event.policies or instance.capacity != event.capacity:
+            self._count_places(instance.policies, -1, -instance.capacity)
+            self._count_places(event.policies, 1, event.capacity)
         if instance.policies != event.policies:
-            for policy in instance.policies:
-                self.book(policy).num_instances -= 1
-            for policy in event.policies:
-                self.book(policy).num_instances += 1
             instance.vacating = False
         if instance.weights_hash != event.weights_hash:
             instance.epoch += 1
@@ -246,12 +237,17 @@ class Assignment:
 
     def remove(self, instance: Instance) -> None:
         """An instance is lost; whoever calls this takes its vertices off it."""
-        for policy in instance.policies:
-            self.book(policy).num_instances -= 1
+        self._count_places(instance.policies, -1, -instance.capacity)
         instance.usable = False
         instance.epoch += 1
         self._release_reserved(instance)
         self.pool.remove(instance)
+
+    def _count_places(self, policies: Iterable[str], instances: int, places: int) -> None:
+        for policy in policies:
+            book = self.book(policy)
+            book.num_instances += instances
+            book.num_places += places
 
     def _release_reserved(self, instance: Instance) -> None:
         """The instance changes: the suspect that waits for it looks for another one."""

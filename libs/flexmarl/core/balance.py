@@ -3,7 +3,9 @@
 Rules:
     `drain_time`: the policy whose queue takes longest to drain gets an instance, when the longer of
     the two drain times, its own and the giver's, falls by more than the move costs. Drain time is
-    outstanding tokens / (instances x tokens per second of one).
+    outstanding tokens / (requests at once x tokens per second of one), and at once are as many as
+    there are requests and places for them: who has more places than requests gives for nothing,
+    however long its calls take.
     `queue_gap`: the longest queue gets one from the shortest when they differ by more than a gap
     (FlexMARL, arXiv 2602.09578, section 3.2: 5).
     `off`: never.
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Final, Literal
 
 from flexmarl.core.balance_monitor import PolicyLoad
@@ -107,17 +108,17 @@ class Balancer:
         receiver, before_s = _slowest(loads)
         if receiver is None:
             return None
-        after_s = receiver.work_tokens / ((receiver.num_instances + 1) * receiver.tokens_per_s)
+        after_s = receiver.drain_with_more_s
         margin = 1.0 + self._config.gain_margin
         own_base, near_s, far_s = receiver.base, receiver.load_s, receiver.restart_s
         best, best_gain_s, best_net_s, best_cost_s = None, 0.0, 0.0, 0.0
         # Unpacked, without calls: this runs over all policies at every look.
         for load in loads:
-            _, base, num_instances, _, work_tokens, tokens_per_s, _, _ = load
+            _, base, num_instances, _, _, _, drain_s, giver_s, _, _, _ = load
             if num_instances < 2 or load is receiver:
                 continue
-            giver_s = work_tokens / ((num_instances - 1) * tokens_per_s)
-            gain_s = before_s - (giver_s if giver_s > after_s else after_s)
+            slower = giver_s > drain_s and giver_s > after_s
+            gain_s = before_s - (giver_s if slower else after_s)
             cost_s = near_s if base == own_base else far_s
             net_s = gain_s - margin * cost_s
             if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
@@ -162,11 +163,8 @@ def _slowest(loads: Sequence[PolicyLoad]) -> tuple[PolicyLoad | None, float]:
     """The policy with a queue whose work takes longest, and how long; infinite without instance."""
     slowest, longest_s = None, 0.0
     for load in loads:
-        _, _, num_instances, num_waiting, work_tokens, tokens_per_s, _, _ = load
-        if num_waiting:
-            drain_s = work_tokens / (num_instances * tokens_per_s) if num_instances else inf
-            if drain_s > longest_s:
-                slowest, longest_s = load, drain_s
+        if load.num_waiting and load.drain_s > longest_s:
+            slowest, longest_s = load, load.drain_s
     return slowest, longest_s
 
 

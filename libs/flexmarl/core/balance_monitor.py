@@ -7,16 +7,16 @@ looking at their policies costs; a policy of which nothing has changed costs nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import exp
+from math import exp, inf
 from typing import Final, NamedTuple
 
 from flexmarl.core.dispatch_records import PolicyBook
 
 DEFAULT_TOKENS_PER_S: Final = 1000.0
-"""Rate of an instance before any was seen; the same for all, so that only work is compared."""
+"""Rate of a request before any was seen; the same for all, so that only work is compared."""
 
 _MEMORY_S: Final = 10.0
-"""Busy seconds after which a rate is worth a third of a new one."""
+"""Seconds of requests after which a rate is worth a third of a new one."""
 
 
 class PolicyLoad(NamedTuple):
@@ -28,7 +28,10 @@ class PolicyLoad(NamedTuple):
         num_instances: Instances that serve it, or will once they have loaded.
         num_waiting: Ready vertices without an instance.
         work_tokens: Outstanding work, waiting and running.
-        tokens_per_s: What one instance does.
+        tokens_per_s: What one instance does with all its places taken.
+        drain_s: Expected time until its work is done; infinite without an instance.
+        drain_with_less_s: The same with one instance less.
+        drain_with_more_s: The same with one more.
         load_s: Expected time in which an instance takes its weights over.
         restart_s: Expected time in which an engine of its base starts, weights included.
     """
@@ -39,6 +42,9 @@ class PolicyLoad(NamedTuple):
     num_waiting: int
     work_tokens: int
     tokens_per_s: float
+    drain_s: float
+    drain_with_less_s: float
+    drain_with_more_s: float
     load_s: float
     restart_s: float
 
@@ -46,12 +52,13 @@ class PolicyLoad(NamedTuple):
 class _Watched:
     """A policy, and what was seen of it at the last look.
 
-    Its rate is learnt when work has ended, over the busy time since work ended last: what is under
-    way says nothing yet of how fast it is.
+    The rate of its requests is learnt when work has ended, over the time that requests ran since
+    work ended last: what is under way says nothing yet of how fast it is.
     """
 
     __slots__ = (
-        "base", "book", "busy_s", "done_tokens", "load", "policy", "recent_s", "recent_tokens",
+        "base", "book", "done_tokens", "load", "num_places", "policy", "recent_s", "recent_tokens",
+        "running_s",
     )  # fmt: skip
 
     def __init__(self, policy: str, base: str, book: PolicyBook) -> None:
@@ -59,7 +66,8 @@ class _Watched:
         self.base = base
         self.book = book
         self.done_tokens = 0
-        self.busy_s = 0.0
+        self.running_s = 0.0
+        self.num_places = 0
         self.recent_tokens = 0.0
         self.recent_s = 0.0
         self.load: PolicyLoad | None = None
@@ -67,19 +75,34 @@ class _Watched:
     def learn(self, now: float) -> None:
         """Takes in what was done since it was last."""
         book = self.book
-        busy_s = book.busy_s + book.num_busy * (now - book.busy_since)
-        passed_s = busy_s - self.busy_s
+        running_s = book.running_s + book.num_running * (now - book.running_since)
+        passed_s = running_s - self.running_s
         if passed_s <= 0.0:
             return  # it counts with the next one
         kept = exp(-passed_s / _MEMORY_S)
         self.recent_tokens = kept * self.recent_tokens + book.done_tokens - self.done_tokens
         self.recent_s = kept * self.recent_s + passed_s
-        self.done_tokens, self.busy_s = book.done_tokens, busy_s
+        self.done_tokens, self.running_s = book.done_tokens, running_s
 
     def tokens_per_s(self) -> float:
-        """What one of its instances does."""
+        """What one of its requests does."""
         done = self.recent_tokens
         return done / self.recent_s if done else DEFAULT_TOKENS_PER_S
+
+
+def drain_s(work_tokens: int, requests: int, places: float, tokens_per_s: float) -> float:
+    """Time until work is done by as many requests at once as there are, and have places.
+
+    Args:
+        work_tokens: The work.
+        requests: Those that carry it.
+        places: Requests that instances take at once.
+        tokens_per_s: What one request does.
+    """
+    at_once = min(requests, places)
+    if at_once <= 0:
+        return inf if work_tokens else 0.0
+    return work_tokens / (at_once * tokens_per_s)
 
 
 class MoveCosts:
@@ -158,6 +181,7 @@ class Monitor:
                 and book.num_waiting == load.num_waiting
                 and book.waiting_tokens + book.running_tokens == load.work_tokens
                 and book.num_instances == load.num_instances
+                and book.num_places == watched.num_places
             ):
                 loads.append(load)
             else:
@@ -168,13 +192,21 @@ class Monitor:
         book, policy, base = watched.book, watched.policy, watched.base
         if book.done_tokens != watched.done_tokens:
             watched.learn(now)
+        watched.num_places = places = book.num_places
+        rate, instances = watched.tokens_per_s(), book.num_instances
+        work = book.waiting_tokens + book.running_tokens
+        requests = book.num_waiting + book.num_running
+        each = places / instances if instances else 1.0
         load = watched.load = PolicyLoad(
             policy,
             base,
-            book.num_instances,
+            instances,
             book.num_waiting,
-            book.waiting_tokens + book.running_tokens,
-            watched.tokens_per_s(),
+            work,
+            each * rate,
+            drain_s(work, requests, places, rate),
+            drain_s(work, requests, places - each, rate),
+            drain_s(work, requests, places + each, rate),
             self._costs.load_s(policy),
             self._costs.restart_s(base),
         )

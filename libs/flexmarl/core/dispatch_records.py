@@ -146,21 +146,21 @@ class PolicyBook:
         num_running: Vertices at instances.
         running_tokens: What they are expected to cost.
         num_instances: Instances that serve it or will, dead ones left aside.
+        num_places: Requests that these take at once.
         done_tokens: Tokens of prompts and responses that were done.
-        busy_s: Seconds of work, summed over its instances.
-        num_busy: Instances that work now.
-        busy_since: Up to when `busy_s` counts.
+        running_s: Seconds at instances, summed over its vertices.
+        running_since: Up to when `running_s` counts.
     """
 
     __slots__ = (
-        "busy_s",
-        "busy_since",
         "done_tokens",
-        "num_busy",
         "num_instances",
+        "num_places",
         "num_running",
         "num_waiting",
         "policy",
+        "running_s",
+        "running_since",
         "running_tokens",
         "waiting_tokens",
     )
@@ -172,13 +172,14 @@ class PolicyBook:
         self.num_running = 0
         self.running_tokens = 0
         self.num_instances = 0
+        self.num_places = 0
         self.done_tokens = 0
-        self.busy_s = 0.0
-        self.num_busy = 0
-        self.busy_since = 0.0
+        self.running_s = 0.0
+        self.running_since = 0.0
 
-    def count_busy(self, change: int, now: float) -> None:
-        """Accounts the time until now, then one more or one less busy instance."""
-        self.busy_s += self.num_busy * (now - self.busy_since)
-        self.busy_since = now
-        self.num_busy += change
+    def count_running(self, change: int, tokens: int, now: float) -> None:
+        """Accounts the time until now, then one vertex more at an instance, or one less."""
+        self.running_s += self.num_running * (now - self.running_since)
+        self.running_since = now
+        self.num_running += change
+        self.running_tokens += tokens
