@@ -218,10 +218,21 @@ def test_who_is_soon_through_is_not_swapped_out() -> None:
 
 
 def test_a_swap_waits_until_the_work_is_worth_it_or_all_there() -> None:
-    idle = held("a", 0, expects=True)
+    idle = held("a", 0, expects=True, idle_since=9.0)
     assert leaves(decide(want("b", 4, swap_s=5.0, expects=True), idle)) == []
     assert leaves(decide(want("b", 5, swap_s=5.0, expects=True), idle)) == ["a"]
     assert leaves(decide(want("b", 1, swap_s=5.0), idle)) == ["a"]
+
+
+def test_who_has_been_idle_as_long_as_the_swaps_take_leaves_for_anybody() -> None:
+    little = want("b", 4, swap_s=5.0, expects=True)
+    idle = held("a", 0, expects=True, swap_s=2.0, idle_since=4.0)
+    early = decide(little, idle, now=10.0)
+    assert (early.actions, early.look_again_at) == ((), 11.0)
+    assert leaves(decide(little, idle, now=11.0)) == ["a"]
+    assert decide(little, idle, now=11.0, residence=20.0).look_again_at == 20.0
+    busy = held("a", 1, expects=True, swap_s=2.0, idle_since=4.0, remaining=90.0)
+    assert decide(little, busy, now=99.0).look_again_at is None
 
 
 def test_a_place_of_its_own_is_waited_for_and_never_taken() -> None:

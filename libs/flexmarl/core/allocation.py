@@ -6,6 +6,9 @@ as its share of the remaining work and `max_world_size` go. A bound policy gives
 
 - at once when it has nothing left to do in the batch,
 - after its minimum residence when it has no ready work and the waiting one's is worth the swap,
+- after its minimum residence when it has been idle for as long as swapping both takes, to whoever
+  waits: how long it will go on idling is not known, and who leaves after as long as leaving costs
+  never pays more than twice what was best (the argument of the ski rental problem),
 - after its minimum residence when the waiting one has `PREEMPT_RATIO` times its ready work (a
   smaller ratio would swap the two to and fro),
 - to itself, when free slots, or those of policies that have no ready work, would save it
@@ -50,6 +53,7 @@ class Demand:
         trainer: Trainer that it is bound to; None when it is not.
         slots: Slots that it holds.
         since: When it was bound.
+        idle_since: When its last operation ended.
         busy: Whether an operation runs on it.
         leaving: Whether it is giving its slots back already.
         finishing: Whether its update is all that is left: its slots come free by themselves, and
@@ -69,6 +73,7 @@ class Demand:
     trainer: str | None = None
     slots: tuple[str, ...] = ()
     since: float = 0.0
+    idle_since: float = 0.0
     busy: bool = False
     leaving: bool = False
     finishing: bool = False
@@ -255,10 +260,13 @@ def _gives_way_at(victim: Demand, demand: Demand, *, min_residence_s: float) -> 
         return victim.since
     if victim.work and victim.remaining_s / speed(len(victim.slots)) <= victim.swap_s:
         return None  # it is through sooner than it could come back
+    settled_at = victim.since + min_residence_s
     outweighs = demand.work / demand.rate >= PREEMPT_RATIO * victim.work / victim.rate
     if demand.worth_a_swap and outweighs:
-        return victim.since + min_residence_s
-    return None
+        return settled_at
+    if victim.work:
+        return None
+    return max(settled_at, victim.idle_since + victim.swap_s + demand.swap_s)
 
 
 def _cost(plan: _Plan) -> tuple[float, str]:

@@ -71,7 +71,10 @@ class OperationKind(Enum):
 
 @dataclass(slots=True)
 class Binding:
-    """A policy's hold on slots. `number` is its own: answers about an older one are left aside."""
+    """A policy's hold on slots. `number` is its own: answers about an older one are left aside.
+
+    `idle_since` is when the last operation on it ended.
+    """
 
     number: int
     trainer: str
@@ -79,6 +82,7 @@ class Binding:
     since: float
     operation: OperationKind | None = None
     operation_since: float = 0.0
+    idle_since: float = 0.0
 
     def begin(self, operation: OperationKind, *, now: float) -> None:
         """An operation starts on it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from statistics import fmean
 
 from flexmarl.core.allocation import Allocation, BindSlots, Demand, Place, allocate
 from flexmarl.core.foresight import foresee
@@ -33,6 +34,7 @@ from flexmarl.core.run_effects import (
     TrainerWork,
 )
 from flexmarl.core.run_events import Computed, Result, StateSaved
+from flexmarl.core.training_estimates import DEFAULT_RATE
 from flexmarl.core.training_rows import RunFailure
 
 MAX_FAILURES = 8
@@ -178,6 +180,7 @@ class Training:
             return False
         took_s = now - binding.operation_since
         binding.operation = None
+        binding.idle_since = now
         if not isinstance(effect, Bind):
             policy.failures = 0  # a binding alone gets nothing done; what follows may always fail
         if isinstance(effect, Compute):
@@ -347,9 +350,12 @@ class Training:
         )
 
     def _demands(self, *, now: float) -> list[Demand]:
-        return [self._demand(policy, now=now) for policy in self.policies.values()]
+        known = [p.estimates.rate for p in self.policies.values() if p.estimates.rate is not None]
+        rate = fmean(known) if known else DEFAULT_RATE
+        return [self._demand(policy, rate=rate, now=now) for policy in self.policies.values()]
 
-    def _demand(self, policy: PolicyTraining, *, now: float) -> Demand:
+    def _demand(self, policy: PolicyTraining, *, rate: float, now: float) -> Demand:
+        """One policy's; `rate` is that of the others, for want of its own."""
         binding = policy.binding
         work = policy.work if policy.has_state else 1.0
         if policy.retry_at is not None and policy.retry_at > now:
@@ -361,12 +367,13 @@ class Training:
             max_world_size=policy.rules.max_world_size,
             work=work,
             remaining=policy.remaining(share_closed=self._share_closed),
-            rate=policy.estimates.rate,
+            rate=policy.estimates.rate or rate,
             swap_s=policy.estimates.swap_s,
             expects=self._begun and policy.rules.trained and not policy.summed,
             trainer=None if binding is None else binding.trainer,
             slots=() if binding is None else binding.slots,
             since=0.0 if binding is None else binding.since,
+            idle_since=0.0 if binding is None else binding.idle_since,
             busy=operation is not None,
             leaving=operation is OperationKind.SUSPEND,
             finishing=policy.apply_due,

@@ -11,8 +11,10 @@ from typing import Final
 SCALING_EFFICIENCY: Final = 0.9
 """Part of a unit's speed that is left for each unit added to a policy's process group."""
 
+DEFAULT_RATE: Final = 1000.0
+"""Rate of a policy before any was seen, its own or another's."""
+
 _WEIGHT_OF_NEWEST: Final = 0.3
-_FIRST_RATE: Final = 1000.0
 
 
 def speed(units: int) -> float:
@@ -25,17 +27,16 @@ class Estimates:
     """Estimates of one policy.
 
     Attributes:
-        rate: Tokens per second on one unit.
+        rate: Tokens per second on one unit; None before any were computed.
         bind_s: Binding it to slots.
         suspend_s: Taking it off them.
         batch_tokens: Tokens of its rows in the newest whole batch; 0 before the first.
     """
 
-    rate: float = _FIRST_RATE
+    rate: float | None = None
     bind_s: float = 0.0
     suspend_s: float = 0.0
     batch_tokens: int = 0
-    _rated: bool = False
 
     @property
     def swap_s(self) -> float:
@@ -46,8 +47,7 @@ class Estimates:
         """Gradients of so many tokens were computed."""
         if took_s > 0 and num_tokens > 0:
             newest = num_tokens / (took_s * speed(units))
-            self.rate = _mean(self.rate, newest) if self._rated else newest
-            self._rated = True
+            self.rate = newest if self.rate is None else _mean(self.rate, newest)
 
     def bound(self, took_s: float) -> None:
         """A binding was made."""
