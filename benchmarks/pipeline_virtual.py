@@ -46,7 +46,7 @@ from flexmarl.core.dispatch_events import (
 )
 from flexmarl.core.dispatch_events import Event as DispatchEvent
 from flexmarl.core.forecast import forecast_moves
-from flexmarl.core.ideal_schedule import Mode, ideal_steps, mean_step_s
+from flexmarl.core.ideal_schedule import MODES, Mode, ideal_steps, mean_step_s
 from flexmarl.core.ids import SampleId
 from flexmarl.core.run import RunCore
 from flexmarl.core.run_effects import (
@@ -568,6 +568,8 @@ class VirtualRun:
 
 def main() -> None:
     name, mode = sys.argv[1], Mode(sys.argv[2])
+    if MODES[mode].serial:
+        sys.exit(f"{mode.value}: its workflow goes level by level, which only services do")
     second_s = float(sys.argv[3]) / 1e3 if len(sys.argv) > 3 else 0.05
     path = Path(__file__).parents[2] / f"shared/workloads/{name}.json"
     emulation = Emulation.read(path, second_s=second_s)
