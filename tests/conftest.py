@@ -1,10 +1,15 @@
-"""Which test files share a process when several run side by side."""
+"""What all tests share: which files of them a process, when several run side by side."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says something of the machine and its load, and nothing of the code.
+settings.register_profile("without deadline", settings.default, deadline=None)
+settings.load_profile("without deadline")
 
 SHARED = {
     **dict.fromkeys(

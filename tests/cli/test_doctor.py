@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+from ports import own_port
 from runtime.echo_service import NAME, Echo
 
 from flexmarl.cli.commands import doctor as command
@@ -182,8 +183,7 @@ def test_an_address_that_is_none_is_refused(tmp_path, address):
 
 @pytest.mark.real
 def test_two_hosts_meet():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = own_port()
     command_line = [
         sys.executable, "-m", "flexmarl.cli.main", "doctor", "--json",
         "--meet", f"127.0.0.1:{port}", "--rank",

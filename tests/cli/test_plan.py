@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import tomllib
+from pathlib import Path
+
+from ports import own_port
 
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.cluster.plan import SERVICES, ClusterSettings, plan_services
+from flexmarl.cli.cluster.plan import SERVICES, ClusterSettings, ServiceSpec, plan_services
 from flexmarl.cli.cluster.restarts import MAX_RESTARTS, WINDOW_S, GiveUp, Restart, RestartPolicy
 from flexmarl.cli.cluster.toml import dump_toml
-from flexmarl.cli.preflight.ports import is_free, pick_ports
+from flexmarl.cli.preflight.ports import PortClaims, is_free
+
+
+def plan(folder: Path, settings: ClusterSettings) -> list[ServiceSpec]:
+    with PortClaims() as claims:
+        return plan_services(ClusterFolder(folder), settings, claims=claims)
 
 
 def test_every_service_accepts_its_configuration(tmp_path):
@@ -17,7 +26,7 @@ def test_every_service_accepts_its_configuration(tmp_path):
     from flexmarl.rollout.config import RolloutConfig
     from flexmarl.trainer.config import TrainerConfig
 
-    specs = plan_services(ClusterFolder(tmp_path), ClusterSettings(slots=2, durability="fsync"))
+    specs = plan(tmp_path, ClusterSettings(slots=2, durability="fsync"))
     configs = {spec.name: tomllib.loads(spec.config) for spec in specs}
     assert tuple(configs) == SERVICES
     store = MegStoreConfig.model_validate(configs["meg_store"])
@@ -34,11 +43,11 @@ def test_every_service_accepts_its_configuration(tmp_path):
 
 
 def test_an_override_reaches_its_service_alone(tmp_path):
-    port = pick_ports(1, host="127.0.0.1")[0]
+    port = own_port()
     settings = ClusterSettings(
         overrides=(f"trainer.server.port={port}", "meg_store.store.shard=s1")
     )
-    specs = {spec.name: spec for spec in plan_services(ClusterFolder(tmp_path), settings)}
+    specs = {spec.name: spec for spec in plan(tmp_path, settings)}
     assert specs["trainer"].address == f"127.0.0.1:{port}"
     assert specs["meg_store"].args[-2:] == ("--set", "store.shard=s1")
     assert "--set" not in specs["orchestrator"].args
@@ -64,11 +73,24 @@ def test_toml_reads_back(tmp_path):
 
 
 def test_ports_are_free_and_outside_of_the_range_of_outgoing_connections():
-    ports = pick_ports(5, host="127.0.0.1")
-    assert len(set(ports)) == 5
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        low = int(file.read().split()[0])
-    assert all(is_free("127.0.0.1", port) and port < low for port in ports)
+    with PortClaims() as claims:
+        ports = claims.pick(5, host="127.0.0.1")
+        assert len(set(ports)) == 5
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            low = int(file.read().split()[0])
+        assert all(is_free("127.0.0.1", port) and port < low for port in ports)
+
+
+def test_a_port_that_was_picked_is_picked_by_nobody_else_until_it_is_given_back():
+    """Also where nobody listens there yet."""
+    with PortClaims() as first, PortClaims() as second:
+        (port,) = first.pick(1, host="127.0.0.1")
+        assert not second.take("127.0.0.1", port)
+        first.close()
+        assert second.take("127.0.0.1", port)
+        with socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", 0))
+            assert not first.take("127.0.0.1", stranger.getsockname()[1])
 
 
 def test_the_first_death_is_an_accident():

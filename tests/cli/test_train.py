@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart" / "config.toml"
-SMALL = ["versions=3", "batch.groups=4", "batch.samples_per_group=4"]
+SMALL = ["versions=1000", "batch.groups=4", "batch.samples_per_group=4"]
+"""More versions than it comes to: it is interrupted before its end, however slow a test is."""
 _DEADLINE_S = 150.0
 
 
@@ -127,7 +128,7 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
 
     sets = [part for item in SMALL for part in ("--set", item)]
     training = start("train", str(EXAMPLE), *sets, *shm_of(start), "--run-id", "r1")
-    training.wait_for("version 0/3")
+    training.wait_for("version 0/1000")
     training.remember_processes()
     assert len(training.processes) >= 5
     training.process.send_signal(signal.SIGINT)
@@ -137,15 +138,18 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
     assert not (tmp_path / ".flexmarl" / "cluster.json").exists()
     assert not (tmp_path / "runs" / "r1" / "policies").exists()
 
-    resumed = start("resume", "r1")
+    shown = start("show", "r1", "--json")
+    assert shown.end() == 0, shown.text()
+    versions = json.loads(shown.text())["version"] + 2
+    resumed = start("resume", "r1", "--set", f"versions={versions}")
     assert resumed.end() == 0, resumed.text()
     folder = tmp_path / "runs" / "r1"
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    assert [entry["version"] for entry in metrics] == [0, 1, 2]
+    assert [entry["version"] for entry in metrics] == list(range(versions))
     for entry in metrics:
         assert 0 <= entry["team_reward"] <= 1
     assert (folder / "reward.png").stat().st_size > 0
-    assert json.loads((folder / "config.json").read_text())["versions"] == 3
+    assert json.loads((folder / "config.json").read_text())["versions"] == versions
     for policy in ("splitter", "sorter", "merger"):
         path = folder / "policies" / policy
         assert f"policy {policy}: {path}" in resumed.lines

@@ -1,10 +1,10 @@
 """Clients repeat what was not answered, as it was, as long as their patience lasts."""
 
 import asyncio
-import socket
 import time
 
 import pytest
+from ports import own_port
 from runtime.echo_service import Echo, path, serving
 
 from flexmarl.client import base, errors
@@ -52,12 +52,6 @@ def _own_deadline():
     set_deadline(None)
 
 
-def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 async def test_no_answer_is_repeated_with_the_same_message():
     echo = Echo()
     echo.unavailable = 3
@@ -88,7 +82,7 @@ async def test_patience_outlasts_one_try_but_not_the_callers_time():
                 await client.sleep(timeout_s=0.05)
             echo.unavailable = 10**9
             with pytest.raises(errors.UnavailableError, match=r"no answer for .*warming up"):
-                await client.unary(b"x", timeout_s=0.1)
+                await client.unary(b"x", timeout_s=20)  # each try is answered
         async with EchoClient.connect(server.address, patience_s=3600) as client:
             call = asyncio.create_task(client.unary(b"x", timeout_s=0.1))
             await asyncio.sleep(0.3)
@@ -102,7 +96,7 @@ async def test_patience_outlasts_one_try_but_not_the_callers_time():
 
 
 async def test_a_service_that_comes_up_meanwhile_is_found():
-    port = unused_port()
+    port = own_port()
     async with EchoClient.connect(f"127.0.0.1:{port}") as client:
         call = asyncio.create_task(client.unary(b"x"))
         await asyncio.sleep(0.2)
@@ -112,12 +106,13 @@ async def test_a_service_that_comes_up_meanwhile_is_found():
 
 
 async def test_a_stream_goes_on_after_a_restart_and_ends_with_patience():
-    config = ServerConfig(port=unused_port(), grace_s=0.0)
-    async with EchoClient.connect(f"127.0.0.1:{config.port}", patience_s=2.0) as client:
+    config = ServerConfig(port=own_port(), grace_s=0.0)
+    async with EchoClient.connect(f"127.0.0.1:{config.port}", patience_s=40.0) as client:
         ticks = client.forever()
         for _ in range(2):
             async with serving(Echo(), config=config):
                 assert await anext(ticks) == b"tick"
+        client._patience_s = 0.5
         with pytest.raises(errors.UnavailableError, match="no answer for"):
             while True:
                 await anext(ticks)

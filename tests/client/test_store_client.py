@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
 from meg_store.store_harness import RUN, a_run, serving
+from ports import own_port
 
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.errors import DeadlineError, UnavailableError
@@ -16,9 +16,7 @@ from flexmarl.core.call_context import set_deadline
 
 
 def unused_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{own_port()}"
 
 
 async def test_patience_ends():

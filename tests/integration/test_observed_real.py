@@ -15,9 +15,9 @@ from urllib.parse import urlencode
 
 import pytest
 from integration.cluster_harness import Cluster, Size, eventually, run_cli
+from ports import own_port
 
 from flexmarl.cli.cluster.plan import SERVICES
-from flexmarl.cli.preflight.ports import pick_ports
 from scripts.reference.dashboard import expressions
 from scripts.reference.metrics_page import DECLARED
 
@@ -60,7 +60,7 @@ class Prometheus:
     """A real one, where it is installed; it scrapes often enough for a run of seconds."""
 
     def __init__(self, folder: Path, targets: dict[str, int]) -> None:
-        (self._port,) = pick_ports(1, host="127.0.0.1")
+        self._port = own_port()
         self._folder = folder
         jobs = [
             {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
@@ -130,7 +130,7 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     cluster = Cluster(folder / "cluster")
-    ports = dict(zip(SERVICES, pick_ports(len(SERVICES), host="127.0.0.1"), strict=True))
+    ports = {name: own_port() for name in SERVICES}
     prometheus = Prometheus(folder / "prometheus", ports)
     cluster.up(**{f"{name}__server__metrics_port": port for name, port in ports.items()})
     try:

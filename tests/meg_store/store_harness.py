@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from ports import own_port
+
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
@@ -100,7 +102,7 @@ class StoreProcess:
             "server.reflection=false",
             *settings,
         )
-        self._port = 0
+        self._port = own_port()
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -128,14 +130,12 @@ class StoreProcess:
         while not self.address_file.exists():
             assert self.process.poll() is None, (self.folder / "log").read_text()
             await asyncio.sleep(0.02)
-        described = json.loads(self.address_file.read_text())
-        self._port = described["port"]
-        self.address = str(described["address"])
+        self.address = str(json.loads(self.address_file.read_text())["address"])
         return self.address
 
     async def move(self) -> str:
         """Start on another port."""
-        self._port = 0
+        self._port = own_port()
         return await self.start()
 
     def kill(self) -> None:

@@ -120,4 +120,4 @@ async def test_failed_write_ends_the_process(process):
             assert error.reason.value == "UNAVAILABLE"
         else:
             raise AssertionError("the file size limit was not reached")
-    assert process.process.wait(timeout=10) != 0
+    assert process.process.wait(timeout=30) != 0

@@ -346,7 +346,7 @@ async def test_store_that_is_down_is_named_and_waited_for(tmp_path, number):
             groups = [a_group(n) for n in range(50, 70)]
             others = [g for g in groups if store.shard_of(g.group_id) != "s1"]
             await store.write_graph(RUN, term=term, groups=others)
-        async with RunStore.over(shards, patience_s=20.0) as store:
+        async with RunStore.over(shards, patience_s=50.0) as store:
             waiting = asyncio.create_task(store.list_groups(RUN))
             watched = asyncio.create_task(_watch_all(store, samples=NUM_GROUPS))
             await asyncio.sleep(0.3)

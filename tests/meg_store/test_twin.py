@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -85,8 +86,11 @@ class Stores(RuleBasedStateMachine):
         for stack in self.stacks.values():
             self.wait(stack.aclose())
         self.loop.close()
-        if self.stacks:
-            assert check_store(self.folder).findings == []
+        try:
+            if self.stacks:
+                assert check_store(self.folder).findings == []
+        finally:
+            shutil.rmtree(self.folder)
 
     @rule()
     def restart(self) -> None:

@@ -83,7 +83,7 @@ async def test_vertices_are_events_where_the_run_says_so(opened):
 
 
 async def test_sign_of_life_without_events(store):
-    response = await asyncio.wait_for(anext(store.watch(RUN, after="1")), timeout=5)
+    response = await asyncio.wait_for(anext(store.watch(RUN, after="1")), timeout=20)
     assert not response.events
     assert response.cursor == "1"
 

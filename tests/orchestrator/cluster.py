@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -21,6 +20,7 @@ from typing import Any
 from meg_store.store_harness import StoreProcess
 from orchestrator.standin_rollout import StandInRollout
 from orchestrator.standin_trainer import StandInTrainer
+from ports import own_port
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
@@ -52,7 +52,7 @@ class OrchestratorProcess:
             "confirm_term_s=0.3",
             *settings,
         )
-        self._port = 0
+        self._port = own_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
@@ -69,9 +69,7 @@ class OrchestratorProcess:
         while not self.address_file.exists():
             assert self.process.poll() is None, self.log()
             await asyncio.sleep(0.02)
-        described = json.loads(self.address_file.read_text())
-        self._port = described["port"]
-        return str(described["address"])
+        return str(json.loads(self.address_file.read_text())["address"])
 
     def log(self) -> str:
         """What it logged."""
@@ -186,7 +184,7 @@ class Processes:
     """A store and an orchestrator that the tests of a module share; `port` is for the stand-ins."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        self.port = own_port()
         self.store = StoreProcess(folder, "store.durability=process")
         self.orchestrator = OrchestratorProcess(
             folder, f"rollout=127.0.0.1:{self.port}", f'trainers=["127.0.0.1:{self.port}"]'
@@ -205,13 +203,6 @@ class Processes:
         """End both."""
         self.orchestrator.clean()
         self.store.clean()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

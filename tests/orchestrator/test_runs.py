@@ -67,6 +67,7 @@ async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
         assert set(run.trainer.applied) == {(a, b) for a in AGENTS for b in range(3)}
         assert set(run.rollout.prepared) == {(b + 1, a) for a in AGENTS for b in range(3)}
         assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_FINISHED
+        await run.client.stop_run(run.run_id)  # answered once the services have let go of it
         assert run.rollout.opened == set()
         metrics = run.reports[1].batch.metrics
         assert 0.0 <= metrics["team_reward"] <= 3.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
+from ports import own_port
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun
@@ -44,15 +44,17 @@ class Service:
         self.folder = folder
         self.module = module
         self.sets = sets
+        self.port = own_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
 
-    async def start(self, *, port: int = 0) -> Service:
+    async def start(self) -> Service:
+        """Starts it, always at the same address."""
         self.folder.mkdir(parents=True, exist_ok=True)
         address_file = self.folder / "address.json"
         address_file.unlink(missing_ok=True)
         sets = [
-            f"server.address_file={address_file}", f"server.port={port}",
+            f"server.address_file={address_file}", f"server.port={self.port}",
             f"log.file={self.folder / 'log.jsonl'}", *self.sets,
         ]  # fmt: skip
         arguments = [part for item in sets for part in ("--set", item)]
@@ -75,13 +77,9 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     async def ensure(self) -> None:
-        """Starts it, again at the same address."""
+        """Starts it if it does not run."""
         if not self.alive:
-            await self.start(port=self.port if self.address else 0)
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
+            await self.start()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -159,7 +157,8 @@ class HostStandIn:
                 await channel.close()
 
     async def _converse(self, channel: Any) -> None:
-        await channel.wait_ready(timeout_s=5)
+        # A channel that failed waits longer and longer: a new one soon finds who is back.
+        await channel.wait_ready(timeout_s=1)
         call: Any = RolloutServiceStub(channel).ConnectEngineHost(timeout=600)
         self._out = asyncio.Queue()
         hello = eng.HostHello(
@@ -279,19 +278,21 @@ class HostStandIn:
         self.send(results=[result])
 
 
-def workers_of(cluster: Cluster) -> list[psutil.Process]:
-    """Children of the dispatcher that run user code, oldest first: workers, reward processes."""
-    root = psutil.Process(cluster.rollout_service.process.pid)
-    found = []
-    for child in root.children(recursive=True):
-        try:
-            held = any("flexmarl" in part for part in child.cmdline())
-            parent_is_zygote = child.ppid() != root.pid
-        except psutil.NoSuchProcess:
-            continue
-        if held and parent_is_zygote:
-            found.append(child)
-    return sorted(found, key=lambda child: child.create_time())
+async def user_code_of(cluster: Cluster, kind: str) -> int:
+    """Pid of the process that runs the run's user code: kind `worker` or `reward`.
+
+    By the dispatcher's own record: processes of an earlier test's run may be ending still, and this
+    one's may be starting.
+    """
+    record = cluster.rollout_service.folder / "data/children-dispatcher.json"
+    name = f"{kind}-{cluster.run_id}-0"
+    async with asyncio.timeout(30):
+        while True:
+            children = json.loads(record.read_text()) if record.exists() else []
+            for child in children:
+                if child["name"] == name:
+                    return int(child["pid"])
+            await asyncio.sleep(0.02)
 
 
 class Services:

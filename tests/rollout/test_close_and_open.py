@@ -92,12 +92,11 @@ async def emptied(host: HostStandIn) -> None:
 
 async def test_what_ended_before_and_was_not_stored(cluster):
     host = cluster.hosts[0]
-    port = cluster.store_service.port
     cluster.store_service.kill()
     finish_all(host)
     await cluster.until(lambda s: s.queues["p"].num_running == 0)
     await close(cluster)
-    await cluster.store_service.start(port=port)
+    await cluster.store_service.start()
     await goes_on(cluster)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 import psutil
 import pytest
 import pytest_asyncio
-from rollout.dispatcher_harness import Cluster, Services, workers_of
+from rollout.dispatcher_harness import Cluster, Services, user_code_of
 from rollout.worker_harness import run_config, write_model, write_team
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -227,8 +227,10 @@ async def test_a_workflow_that_cannot_be_imported_ends_the_run(make, tmp_path):
 async def test_fewer_places_than_policies_are_refused(make, tmp_path):
     async with make() as cluster:
         await cluster.create_run(tmp_path / "data.jsonl")
+        await cluster.open()  # without a host it waits for one, and says so
         cluster.host(room=1)
-        await asyncio.sleep(0.3)
+        await cluster.until(lambda s: any(w.startswith("engine hosts: ") for w in s.waits))
+        await cluster.rollout.close_run(cluster.run_id, term=cluster.term)
         with pytest.raises(FlexMarlError) as info:
             await cluster.open()
         assert info.value.reason is ErrorReason.NOT_ENOUGH_INSTANCES
@@ -269,10 +271,7 @@ async def test_a_killed_worker_goes_on_from_what_is_stored(make, tmp_path):
         host.answer = answer
         ids = await cluster.admit(0, groups=2, samples=2)
         await cluster.until(lambda s: s.queues["q"].num_running == 8)
-        # A worker of an earlier test's run may be ending still.
-        await cluster.until(lambda _: len(workers_of(cluster)) == 2)
-        worker, _ = workers_of(cluster)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(await user_code_of(cluster, "worker"), signal.SIGKILL)
         await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
         host.answer = lambda request: [1, 2]
         for request in held[:3]:  # while nobody waits for them
@@ -402,8 +401,7 @@ async def test_a_killed_reward_process_is_replaced_and_its_samples_are_scored_ag
         go = tmp_path / "go"
         ids = await cluster.admit(0, groups=3, query={"go": str(go)})
         await cluster.until(lambda s: s.counters["vertices"] == 12)
-        _, scorer = workers_of(cluster)
-        os.kill(scorer.pid, signal.SIGKILL)
+        os.kill(await user_code_of(cluster, "reward"), signal.SIGKILL)
         await cluster.until(lambda s: s.counters["reward_process_deaths"] == 1)
         go.touch()
         status = await cluster.until_ended()
@@ -449,9 +447,8 @@ async def test_what_a_sample_has_left_is_in_its_row_while_it_is_open(make, tmp_p
         assert row.status == common_pb2.SAMPLE_STATUS_OPEN
         assert (list(row.left_policies), list(row.used_policies)) == (["p"], ["p"])
         # A newer dispatcher admits it as if nothing had happened: it stays in the row.
-        port = cluster.rollout_service.port
         cluster.rollout_service.kill()
-        await cluster.rollout_service.start(port=port)
+        await cluster.rollout_service.start()
         await cluster.open()
         await cluster.activate(0)
         await cluster.start(cluster.specs)
@@ -507,8 +504,7 @@ async def test_a_tool_that_runs_once_is_not_called_again_by_a_repeated_run(make,
         (sample_id,) = await cluster.admit(0, query=query)
         paid = tmp_path / "paid"
         await cluster.until(lambda _: paid.exists() and paid.read_text() == "x")
-        worker, _ = workers_of(cluster)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(await user_code_of(cluster, "worker"), signal.SIGKILL)
         await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
         (tmp_path / "go").touch()
         await cluster.until_ended()
@@ -529,8 +525,7 @@ async def test_a_tools_stored_result_is_not_made_again(make, tmp_path):
         host.answer = lambda r: None
         (sample_id,) = await cluster.admit(0, query={"folder": str(tmp_path), "once": True})
         await cluster.until(lambda s: s.queues["p"].num_running == 1)
-        worker, _ = workers_of(cluster)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(await user_code_of(cluster, "worker"), signal.SIGKILL)
         await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
         host.answer = lambda r: [1, 2]
         host.finish(host.requests[-1], [1, 2])
@@ -549,7 +544,6 @@ async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
         host.answer = lambda r: [1, 2] if r.policy == "p" else None
         ids = await cluster.admit(0, groups=2)
         await cluster.until(lambda s: s.queues["q"].num_running == 4)
-        port = cluster.rollout_service.port
         children = psutil.Process(cluster.rollout_service.process.pid).children(recursive=True)
         cluster.rollout_service.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
@@ -559,7 +553,7 @@ async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
         asked = [r for r in host.requests if r.policy == "q"]
         for request in asked[:2]:
             host.finish(request, [1, 2])
-        await cluster.rollout_service.start(port=port)
+        await cluster.rollout_service.start()
         first = await cluster.open()
         await cluster.activate(0)
         await cluster.start(cluster.specs)
@@ -585,7 +579,6 @@ async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
         host.answer = held.append
         ids = await cluster.admit(0, groups=3)
         await cluster.until(lambda s: s.queues["p"].num_running == 3)
-        port = cluster.store_service.port
         cluster.store_service.kill()
         host.answer = lambda r: [1, 2]
         for request in held:
@@ -593,7 +586,7 @@ async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
         await asyncio.sleep(0.5)
         assert (await cluster.status()).num_open_samples == 3
         assert host.stored == set()  # nothing is acknowledged that is not stored
-        await cluster.store_service.start(port=port)
+        await cluster.store_service.start()
         await cluster.until_ended()
         assert {s.status for s in (await cluster.samples()).values()} == {DONE}
         assert len(await cluster.samples()) == len(ids)
@@ -663,7 +656,7 @@ async def test_cancelled_samples_end_and_their_calls_are_aborted(make, tmp_path)
         assert graph.sample.status == common_pb2.SAMPLE_STATUS_CANCELLED
         assert [v.meta.status for v in graph.vertices] == [common_pb2.VERTEX_STATUS_CANCELLED]
         assert (await cluster.samples(1))[waiting[0]].status == common_pb2.SAMPLE_STATUS_CANCELLED
-        assert host.aborts == [f"{ids[0]}/0:0#1"]
+        await cluster.until(lambda _: host.aborts == [f"{ids[0]}/0:0#1"])
 
 
 async def test_status_names_what_the_run_waits_for_and_its_stream_ends_with_the_service(

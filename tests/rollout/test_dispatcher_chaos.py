@@ -171,6 +171,9 @@ async def test_every_sample_ends_in_a_stated_way_and_nothing_counts_twice(tmp_pa
                         assert len(vertex.payload.logprobs) == count <= 4
             assert done > len(ids) // 2
             assert status.counters["samples_done"] == done
-            assert {q.num_waiting + q.num_running for q in status.queues.values()} == {0}
+            # What failed samples had in progress may be on its way back from being cut.
+            await cluster.until(
+                lambda s: all(q.num_waiting + q.num_running == 0 for q in s.queues.values())
+            )
     finally:
         services.stop()

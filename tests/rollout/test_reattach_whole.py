@@ -67,12 +67,11 @@ async def test_no_call_reaches_the_engine_twice_when_the_dispatcher_is_killed(tm
             ids = await cluster.admit(0, groups=4, samples=2)
             slow = len(ids) * 3
             await cluster.until(lambda s: s.queues["p"].num_running == slow, timeout_s=60)
-            port = services.rollout.port
             services.rollout.kill()
             async with asyncio.timeout(30):
                 while server.running:  # noqa: ASYNC110 - the host goes on without a dispatcher
                     await asyncio.sleep(0.02)
-            await services.rollout.start(port=port)
+            await services.rollout.start()
             await open_and_activate(cluster, manifest)
             await cluster.start(cluster.specs)
             status = await cluster.until_ended(timeout_s=60)

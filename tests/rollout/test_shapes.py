@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from rollout.dispatcher_harness import Cluster, Services, workers_of
+from rollout.dispatcher_harness import Cluster, Services, user_code_of
 from rollout.shapes import EXPECTED, LONGEST, ROLES, longest, parse, respond
 from rollout.worker_harness import run_config, text_of, tokens_of, write_model
 
@@ -141,13 +141,14 @@ async def test_an_each_join_passes_on_whoever_comes(graphs):
 
 async def test_every_shape_survives_the_death_of_its_worker_with_the_same_graph(cluster, graphs):
     script = cluster.script
+    stored = (await cluster.status()).counters["vertices"]
     script.num_answered, script.limit = 0, 40
     ids = await cluster.admit(1, queries=[{"shape": name} for name in NAMES])
     await cluster.activate(1)
     await cluster.until(lambda _: script.num_answered == script.limit)
-    await cluster.until(lambda s: s.counters["vertices"] >= 40)
-    for child in workers_of(cluster):  # the worker, and the reward process
-        os.kill(child.pid, signal.SIGKILL)
+    await cluster.until(lambda s: s.counters["vertices"] >= stored + 40)
+    for kind in ("worker", "reward"):
+        os.kill(await user_code_of(cluster, kind), signal.SIGKILL)
     await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
     script.held.clear()
     script.limit = 1 << 30

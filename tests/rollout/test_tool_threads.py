@@ -18,9 +18,19 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def hang(threads: ToolThreads, go: threading.Event, name: str) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await threads.run(lambda: go.wait(20), sample_id=f"s-{name}", what=f"tool {name!r}")
+    """Gives up a tool that has begun, and does not end before `go`."""
+    begun = threading.Event()
+
+    def tool() -> bool:
+        begun.set()
+        return go.wait(20)
+
+    run = threads.run(tool, sample_id=f"s-{name}", what=f"tool {name!r}")
+    call = asyncio.create_task(run)
+    assert await asyncio.to_thread(begun.wait, 20)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 async def test_what_a_function_returns_and_raises_comes_back() -> None:
@@ -41,11 +51,9 @@ async def test_a_tool_that_hangs_keeps_nobody_waiting_and_too_many_are_told() ->
     await hang(threads, go, "b")
     assert told == [("s-b", "tool 'b' keeps 2 threads that never end")]
     go.set()
-    for _ in range(200):
-        if threads.num_hanging == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert threads.num_hanging == 0
+    async with asyncio.timeout(20):
+        while threads.num_hanging:  # noqa: ASYNC110 - threads end
+            await asyncio.sleep(0.01)
 
 
 async def test_a_call_that_had_no_thread_yet_hangs_nowhere() -> None:
@@ -53,7 +61,11 @@ async def test_a_call_that_had_no_thread_yet_hangs_nowhere() -> None:
     threads = ToolThreads(lambda *_: None)
     first = asyncio.create_task(threads.run(lambda: go.wait(20), sample_id="s", what="tool"))
     await asyncio.sleep(0)
-    await hang(threads, go, "waits")
+    waits = asyncio.create_task(threads.run(lambda: 3, sample_id="s-waits", what="tool"))
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
     assert threads.num_hanging == 0
     go.set()
     assert await first

@@ -107,7 +107,7 @@ async def team(ctx, query):
         tasks = [group.create_task(leaf(ctx, n)) for n in range(3)]
     nested = await asyncio.gather(*(asyncio.gather(leaf(ctx, n), leaf(ctx, n + 1)) for n in (5, 7)))
     late = asyncio.create_task(ctx.call("echo", text="late", key="late"))
-    await asyncio.wait_for(leaf(ctx, 9), 5)
+    await asyncio.wait_for(leaf(ctx, 9), 60)
     await late
     return [t.result().text for t in tasks], ctx.random.random(), str(ctx.uuid())
 """

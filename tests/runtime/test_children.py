@@ -1,6 +1,7 @@
 """Child processes: links, exit codes, and no child that outlives its service (I15)."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -250,7 +251,8 @@ def stranger():
     script = "import subprocess,time; subprocess.Popen(['sleep','600']); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     yield process
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):  # its group, of which a test may have ended all
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=20)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import own_port
 from trainer.harness import Row, read
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -39,6 +40,7 @@ class Service:
 
     def __init__(self, module: str, folder: Path, **settings: Any) -> None:
         self.module, self.folder, self.settings = module, folder, settings
+        self.port = own_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
 
@@ -47,8 +49,11 @@ class Service:
         address_file = self.folder / "address.json"
         address_file.unlink(missing_ok=True)
         args = [sys.executable, "-m", self.module]
-        port = self.address.rpartition(":")[2] or "0"
-        settings = {"server.address_file": address_file, "server.port": port, **self.settings}
+        settings = {
+            "server.address_file": address_file,
+            "server.port": self.port,
+            **self.settings,
+        }
         for key, value in settings.items():
             args += ["--set", f"{key}={value}"]
         with (self.folder / "log").open("ab") as log:

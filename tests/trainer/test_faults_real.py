@@ -33,7 +33,7 @@ FOUR = [f"slot{number}" for number in range(4)]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("four")
-    async with start_cluster(folder, slots=4, collective_timeout_s=3) as cluster:
+    async with start_cluster(folder, slots=4, collective_timeout_s=5) as cluster:
         yield cluster
 
 

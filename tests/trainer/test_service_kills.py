@@ -88,9 +88,13 @@ async def test_a_rank_that_dies_at_work_is_named_and_takes_its_partners_work_alo
     record = await run.micro_batch("p", make_rows(4), batch=0)
     await run.bind("p", ["slot0", "slot1"])
     pid = await slot_pid(cluster, "slot1")
-    os.kill(pid, signal.SIGSTOP)  # its partner now waits for it in a collective
+    idle_s = (await cluster.trainer.get_status()).slots[0].busy_s
+    os.kill(pid, signal.SIGSTOP)
     work = asyncio.create_task(run.compute(record))
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(60):
+        async for status in cluster.trainer.watch_status(interval_s=0.02):
+            if status.slots[0].busy_s > idle_s:  # its partner waits for it in a collective
+                break
     os.kill(pid, signal.SIGKILL)
     with fails(ErrorReason.CHILD_DIED, match=f"slot1 \\(pid {pid}\\)"):
         await work

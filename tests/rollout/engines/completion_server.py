@@ -1,7 +1,8 @@
 """A server of completions that computes nothing: vLLM's routes, on a Unix socket or a port.
 
 Tokens are a function of the weights that were loaded last, the seed and the position; each takes
-2 ms. It keeps what it was told, so that tests can look.
+2 ms. It keeps what it was told, so that tests can look; with `most_tokens` set no response gets
+longer.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class CompletionServer:
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.stuck = False
+        self.most_tokens = 1 << 30
         self.fail_with: int | None = None
         self.running: dict[str, threading.Event] = {}
+        self.drawn: Counter[str] = Counter()
         self.may_run = threading.Event()
         self.may_run.set()
         server = self
@@ -133,8 +136,10 @@ class CompletionServer:
         tokens: list[int] = []
         while len(tokens) < body["max_tokens"] and not aborted.is_set():
             self.may_run.wait(0.01)
-            if self.may_run.is_set() and not aborted.wait(TOKEN_S):
+            held = len(tokens) >= self.most_tokens
+            if self.may_run.is_set() and not aborted.wait(TOKEN_S) and not held:
                 tokens.append(rng.randrange(VOCAB_SIZE))
+                self.drawn[name] = len(tokens)
         del self.running[name]
         choice = {
             "text": "".join(chr(97 + token) for token in tokens),

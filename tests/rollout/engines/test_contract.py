@@ -51,7 +51,8 @@ class TestInstant(EngineContract):
 class TestSimulated(EngineContract):
     @pytest.fixture
     def subject(self, folder):
-        times = SimulatedPolicy(decode_tokens_per_s=2000)
+        # Slow enough that what shall be cut has not ended by itself.
+        times = SimulatedPolicy(decode_tokens_per_s=200)
         model = SimulatedOptions(time_scale=1, prefill_tokens_per_s=1e6, policies={"p": times})
         options = EngineOptions(simulated=model).SerializeToString().hex()
         engine = make_engine(

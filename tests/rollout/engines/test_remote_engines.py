@@ -152,9 +152,14 @@ def test_a_load_that_fails_half_way_ends_the_engine(vllm):
 def test_keep_freezes_and_resume_goes_on(vllm):
     serve(vllm, 0)
     backend = VllmBackend(HttpServer(vllm.server.base), vocab_size=24, seeded=True)
+    vllm.server.most_tokens = 5
     vllm.engine.submit([request("a", [1], max_tokens=40)])
-    time.sleep(0.02)
+    end = time.monotonic() + 20
+    while 5 not in vllm.server.drawn.values():  # in the middle of it
+        assert time.monotonic() < end
+        time.sleep(0.005)
     backend.pause(mode="keep")
+    vllm.server.most_tokens = 40
     time.sleep(0.2)
     assert not vllm.engine.step()
     backend.resume()

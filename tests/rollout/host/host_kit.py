@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+from ports import own_port
 
 from flexmarl.api.common.v1alpha1.common_pb2 import ObjectRef, ShardAddress
 from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import NamedBuffer, OpenSegmentResponse
@@ -92,19 +93,18 @@ class FakeDispatcher(RolloutServiceServicer):
     def __init__(self) -> None:
         self.hellos: list[pb.HostHello] = []
         self.statuses: dict[str, pb.InstanceStatus] = {}
-        self.history: list[tuple[str, int]] = []
         self.results: dict[str, pb.GenerateResult] = {}
         self.num_results = 0
         self.acknowledge = True
         self._outgoing: asyncio.Queue[pb.ConnectEngineHostResponse] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
-        self.port = 0
+        self.port = own_port()
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=server_options())
         add_RolloutServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
     async def stop(self) -> None:
@@ -134,7 +134,6 @@ class FakeDispatcher(RolloutServiceServicer):
                 self.hellos.append(message.hello)
             for status in (*message.hello.instances, *message.instances):
                 self.statuses[status.instance_id] = status
-                self.history.append((status.instance_id, status.state))
             for result in message.results:
                 self.num_results += 1
                 self.results[result.attempt_id] = result

@@ -86,7 +86,7 @@ async def test_instances_start_load_serve_and_stop(dispatcher, store, model, tmp
         assert list(result.tokens) == [7, 8, 9, 10, 11, 12]
         assert (result.version, result.weights_hash, result.instance_id) == (0, "h0", "p-1")
         dispatcher.send(plan=make_plan(store, model, "p-1"))
-        await asyncio.to_thread(psutil.Process(pids["p-0"]).wait, 10)
+        await asyncio.to_thread(psutil.Process(pids["p-0"]).wait, 30)
         dispatcher.send(requests=[ask("late"), ask("fine", "p-1")])
         await dispatcher.until(lambda: {"late", "fine"} <= dispatcher.results.keys())
         assert dispatcher.results["late"].failure.reason == "NOT_READY"
@@ -126,7 +126,7 @@ async def test_a_killed_engine_fails_its_attempts_and_comes_back_with_its_weight
             result = dispatcher.results[f"a{i}"]
             assert result.failure.reason == ("CHILD_DIED" if i % 2 == 0 else "")
             assert result.infrastructure == (i % 2 == 0)
-        dispatcher.history.clear()
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].num_restarts == 1)
         status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=2)
         assert status.pid not in (0, pid) and status.num_restarts == 1
         assert status.weights_hash == "h2"
@@ -245,6 +245,7 @@ async def test_an_engine_that_hangs_is_found_by_its_silence_and_replaced(
         assert dispatcher.results["a"].failure.reason == "CHILD_DIED"
         assert dispatcher.results["a"].infrastructure
         assert not dispatcher.results["b"].HasField("failure")
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].num_restarts == 1)
         status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING)
         assert status.pid != pid
         dispatcher.send(requests=[ask("c")])

@@ -44,7 +44,7 @@ async def health(address: str) -> int:
 
 
 async def until_health(address: str, status: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while await health(address) != status:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)
 
@@ -72,7 +72,11 @@ def folders(tmp_path):
     return store, model
 
 
-async def serving(dispatcher, store, model) -> int:
+async def serving(dispatcher, address_file, store, model) -> int:
+    """Brings one engine to serve; the host has its address and hears signals then."""
+    async with asyncio.timeout(40):
+        while not address_file.exists():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
     dispatcher.send(plan=make_plan(store, model, "p-0"))
     ref = publish_nothing(store, "v0")
     dispatcher.send(loads=[make_load(ref, "p-0", version=0, weights_hash="h0")])
@@ -82,13 +86,14 @@ async def serving(dispatcher, store, model) -> int:
 
 async def test_health_is_the_connection_and_sigterm_ends_all(dispatcher, folders, tmp_path):
     async with host_process(dispatcher, tmp_path) as (process, address_file):
-        engine = await serving(dispatcher, *folders)
+        engine = await serving(dispatcher, address_file, *folders)
         address = json.loads(address_file.read_text())["address"]
         assert await health(address) == health_pb2.HealthCheckResponse.SERVING
         await dispatcher.stop()
         await until_health(address, health_pb2.HealthCheckResponse.NOT_SERVING)
         await dispatcher.start()
         await until_health(address, health_pb2.HealthCheckResponse.SERVING)
+        await dispatcher.until(lambda: len(dispatcher.hellos) == 2)
         # The engine was not touched by the dispatcher's absence.
         assert dispatcher.hellos[-1].instances[0].pid == engine
         children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
@@ -99,8 +104,8 @@ async def test_health_is_the_connection_and_sigterm_ends_all(dispatcher, folders
 
 
 async def test_sigterm_lets_attempts_in_progress_end(dispatcher, folders, tmp_path):
-    async with host_process(dispatcher, tmp_path) as (process, _):
-        engine = await serving(dispatcher, *folders)
+    async with host_process(dispatcher, tmp_path) as (process, address_file):
+        engine = await serving(dispatcher, address_file, *folders)
         os.kill(engine, signal.SIGSTOP)
         asked = request("a0", [1, 2])
         asked.instance_id = "p-0"
@@ -113,22 +118,24 @@ async def test_sigterm_lets_attempts_in_progress_end(dispatcher, folders, tmp_pa
         await asyncio.sleep(0.2)
         os.kill(engine, signal.SIGCONT)
         assert await asyncio.wait_for(process.wait(), 20) == 0
+        await dispatcher.until(lambda: "a0" in dispatcher.results)
         assert len(dispatcher.results["a0"].tokens) == 6
 
 
 async def test_no_engine_outlives_a_killed_host_and_the_next_one_starts_anew(
     dispatcher, folders, tmp_path
 ):
-    async with host_process(dispatcher, tmp_path) as (process, _):
-        engine = await serving(dispatcher, *folders)
+    async with host_process(dispatcher, tmp_path) as (process, address_file):
+        engine = await serving(dispatcher, address_file, *folders)
         children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert engine in children
         process.kill()
         await process.wait()
         await all_gone(children)
     dispatcher.statuses.clear()
+    address_file.unlink()  # a killed process leaves it
     async with host_process(dispatcher, tmp_path):
         await dispatcher.until(lambda: len(dispatcher.hellos) == 2)
         assert dispatcher.hellos[1].incarnation != dispatcher.hellos[0].incarnation
         assert not dispatcher.hellos[1].instances
-        assert await serving(dispatcher, *folders) != engine
+        assert await serving(dispatcher, address_file, *folders) != engine

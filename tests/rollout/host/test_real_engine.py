@@ -69,6 +69,7 @@ async def test_a_killed_engine_is_back_with_the_weights_that_it_was_told_to_serv
         for name in ("c0", "c2"):
             assert dispatcher.results[name].failure.reason == "CHILD_DIED"
             assert dispatcher.results[name].infrastructure
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].num_restarts == 1)
         status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
         assert status.pid != pid and status.num_restarts == 1
         assert status.weights_hash == load.weights_hash

@@ -99,7 +99,7 @@ class Runs:
             known = self._runs.get(run_id)
             if known is not None and not known.ended.is_set():
                 return known.progress
-            self._refuse_second(run_id)
+            await self._refuse_second(run_id)
             store = RunStore.over([home], patience_s=self._config.store_patience_s)
             try:
                 live = await self._open(run_id, home, store, resume=resume, config_json=config_json)
@@ -273,9 +273,10 @@ class Runs:
             for manifest in manifests
         ]
 
-    def _refuse_second(self, run_id: str) -> None:
-        for other in self._runs.values():
-            if other.run_id != run_id and not other.ended.is_set():
+    async def _refuse_second(self, run_id: str) -> None:
+        for other in list(self._runs.values()):
+            # Whoever saw the last one's end may begin the next, though services let go of it still.
+            if other.run_id != run_id and not await _has_ended(other):
                 raise not_built(
                     f"several runs at once on one cluster: run {other.run_id!r} is driven here; "
                     f"wait for it or stop it, then start {run_id!r}; this"

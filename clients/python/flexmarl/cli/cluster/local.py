@@ -30,6 +30,7 @@ from flexmarl.cli.cluster.plan import (
 )
 from flexmarl.cli.cluster.service import SupervisedService, log_tail
 from flexmarl.cli.errors import EXIT_FAILED, CliError
+from flexmarl.cli.preflight.ports import PortClaims
 from flexmarl.runtime.children import Children, end_leftovers
 from flexmarl.runtime.server import write_json_atomically
 
@@ -68,6 +69,7 @@ class LocalCluster:
         self._services: dict[str, SupervisedService] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._children: Children | None = None
+        self._claims = PortClaims()
         self._lock: IO[str] | None = None
         self._started_s = 0.0
 
@@ -114,6 +116,7 @@ class LocalCluster:
         if self._children is not None:
             await self._children.close()
             self._children = None
+        self._claims.close()
         if self._lock is not None:
             self._folder.cluster_file.unlink(missing_ok=True)
             self._lock.close()
@@ -128,7 +131,7 @@ class LocalCluster:
         folder = self._folder
         await asyncio.to_thread(end_leftovers, folder.children_file)
         folder.logs.mkdir(parents=True, exist_ok=True)
-        specs = plan_services(folder, self._settings, names=self._names)
+        specs = plan_services(folder, self._settings, claims=self._claims, names=self._names)
         write_json_atomically(folder.settings_file, self._settings.to_json())
         ports = {spec.name: int(spec.address.rpartition(":")[2]) for spec in specs}
         last_ports = read_json(folder.ports_file) or {}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.toml import dump_toml
 from flexmarl.cli.errors import CliError
-from flexmarl.cli.preflight.ports import check_port, is_free, pick_ports
+from flexmarl.cli.preflight.ports import PortClaims, check_port
 
 STORE: Final = "meg_store"
 DISPATCHER: Final = "rollout"
@@ -115,24 +115,40 @@ class ServiceSpec:
 
 
 def plan_services(
-    folder: ClusterFolder, settings: ClusterSettings, *, names: Sequence[str] = SERVICES
+    folder: ClusterFolder,
+    settings: ClusterSettings,
+    *,
+    claims: PortClaims,
+    names: Sequence[str] = SERVICES,
 ) -> list[ServiceSpec]:
     """Configures services so that they can start at the same time: each address is fixed before.
 
     Args:
         folder: Where they live.
         settings: What is asked for.
+        claims: Takes the ports that are picked, to be held as long as the services shall run.
         names: Services to run; the store alone is enough to look at stored runs.
 
     Raises:
         CliError: A configured port is in use, or an override names no service.
     """
-    addresses = _addresses(settings, read_json(folder.ports_file) or {})
+    addresses = _addresses(settings, read_json(folder.ports_file) or {}, claims)
     return [_spec(folder, settings, name, addresses) for name in SERVICES if name in names]
 
 
-def _addresses(settings: ClusterSettings, last_ports: Mapping[str, Any]) -> dict[str, str]:
-    free = iter(pick_ports(len(SERVICES), host="127.0.0.1"))
+def check_plan(folder: ClusterFolder, settings: ClusterSettings) -> None:
+    """Refuses what cannot be planned, before anything is started.
+
+    Raises:
+        CliError: As `plan_services`.
+    """
+    with PortClaims() as claims:
+        plan_services(folder, settings, claims=claims)
+
+
+def _addresses(
+    settings: ClusterSettings, last_ports: Mapping[str, Any], claims: PortClaims
+) -> dict[str, str]:
     addresses = {}
     for name in SERVICES:
         host = settings.value(name, "server.host") or "127.0.0.1"
@@ -141,9 +157,9 @@ def _addresses(settings: ClusterSettings, last_ports: Mapping[str, Any]) -> dict
             raise CliError(f"{name}.server.port: not a number: {port!r}")
         check_port(f"{name}.server.port", host, port)
         last = last_ports.get(name)
-        if not port and isinstance(last, int) and is_free(host, last):
+        if not port and isinstance(last, int) and claims.take(host, last):
             port = last
-        addresses[name] = f"{host}:{port or next(free)}"
+        addresses[name] = f"{host}:{port or claims.pick(1, host=host)[0]}"
     return addresses
 
 

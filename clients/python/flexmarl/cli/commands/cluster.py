@@ -15,7 +15,7 @@ from typing import Any, Final
 from flexmarl.cli.cluster.attach import RunningCluster, find_running
 from flexmarl.cli.cluster.folder import ClusterFolder, process_start_s
 from flexmarl.cli.cluster.local import START_TIMEOUT_S
-from flexmarl.cli.cluster.plan import ClusterSettings, plan_services
+from flexmarl.cli.cluster.plan import ClusterSettings, check_plan
 from flexmarl.cli.cluster.purge import purge_folder
 from flexmarl.cli.commands.health import SERVING, health_of
 from flexmarl.cli.errors import EXIT_FAILED, CliError
@@ -49,7 +49,7 @@ def up(
     settings = ClusterSettings(
         durability=durability, slots=slots, overrides=tuple(service_overrides)
     )
-    plan_services(folder, settings)  # bad input ends here, before anything is started
+    check_plan(folder, settings)  # bad input ends here, before anything is started
     daemon = _start_daemon(folder, settings)
     running = _wait_up(folder, daemon)
     if as_json:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexmarl.cli.cluster.attach import parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder
-from flexmarl.cli.cluster.plan import ENGINE_HOST, ClusterSettings, plan_services
+from flexmarl.cli.cluster.plan import ENGINE_HOST, ClusterSettings, check_plan
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.output import print_line
 from flexmarl.cli.preflight.run import check_run, load_run_config, notes_of
@@ -44,7 +44,7 @@ def train(
     addresses = parse_cluster(list(cluster)) if cluster else None
     if addresses is not None and service_overrides:
         raise CliError("--service-set: only for a cluster that this command starts; drop --cluster")
-    plan_services(cluster_folder, settings)
+    check_plan(cluster_folder, settings)
     check_run(config, max_engines=settings.value(ENGINE_HOST, "max_engines") or 0)
     for note in notes_of(config):
         print_line(note)

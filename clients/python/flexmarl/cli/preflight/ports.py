@@ -3,14 +3,19 @@
 A service that was killed comes back on its port. If that port lay in the kernel's ephemeral range,
 a client that tries to reconnect in between could be given it as its own source port, connect to
 itself, and keep the service out.
+
+A port is free until its service listens, seconds after it was picked: what was picked is claimed,
+so that two clusters that start at the same time, in two shells or two tests, never pick the same.
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from random import SystemRandom
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from flexmarl.cli.errors import CliError
 
@@ -42,22 +47,76 @@ def check_port(key: str, host: str, port: int) -> None:
         )
 
 
-def pick_ports(count: int, *, host: str) -> list[int]:
-    """Free ports, all different.
+class PortClaims:
+    """Ports that this process has picked, and nobody else picks until they are given back.
 
-    Raises:
-        CliError: When there are not enough.
+    A claim is an abstract Unix socket of the port's name: the kernel gives it to one process, knows
+    it in the network namespace that the port lies in, and takes it back when the process dies. It
+    binds those who claim; a program that knows nothing of claims may take the port all the same.
     """
-    highest = max(_ephemeral_start(), _LOWEST + 1000)
-    picked: list[int] = []
-    for port in SystemRandom().sample(range(_LOWEST, highest), k=highest - _LOWEST):
-        if len(picked) == count:
-            break
-        if is_free(host, port):
-            picked.append(port)
-    if len(picked) < count:
-        raise CliError(f"no {count} free ports between {_LOWEST} and {highest} on {host}")
-    return picked
+
+    def __init__(self) -> None:
+        self._held: dict[int, socket.socket] = {}
+
+    def pick(self, count: int, *, host: str) -> list[int]:
+        """Free ports, all different, claimed.
+
+        Raises:
+            CliError: When there are not enough.
+        """
+        highest = max(_ephemeral_start(), _LOWEST + 1000)
+        ports = range(_LOWEST, highest)
+        first = SystemRandom().randrange(len(ports))
+        picked: list[int] = []
+        for step in range(len(ports)):
+            if len(picked) == count:
+                break
+            port = ports[(first + step) % len(ports)]
+            if self.take(host, port):
+                picked.append(port)
+        if len(picked) < count:
+            raise CliError(f"no {count} free ports between {_LOWEST} and {highest} on {host}")
+        return picked
+
+    def take(self, host: str, port: int) -> bool:
+        """Claims one port; False when somebody holds it or has claimed it."""
+        claim = _claim(port)
+        if claim is None:
+            return False
+        if not is_free(host, port):
+            claim.close()
+            return False
+        self._held[port] = claim
+        return True
+
+    def close(self) -> None:
+        """Give them all back."""
+        for claim in self._held.values():
+            claim.close()
+        self._held.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _claim(port: int) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if not sys.platform.startswith("linux"):
+        return claim  # no abstract names there: nothing is kept from others
+    try:
+        claim.bind(f"\0flexmarl/port/{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def _ephemeral_start() -> int:
