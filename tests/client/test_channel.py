@@ -47,9 +47,9 @@ async def test_methods_have_default_deadlines_that_callers_and_outer_calls_short
     slack_s = 0.2  # the wire rounds deadlines
     assert 3.0 + slack_s < float(await time_left(b"")) <= 10.0 + slack_s
     assert float(await time_left(b"", timeout=3.0)) <= 3.0 + slack_s
-    set_deadline(time.monotonic() + 2.0)
-    assert float(await time_left(b"")) <= 2.0 + slack_s
-    assert float(await time_left(b"", timeout=0.9)) <= 0.9 + slack_s
+    set_deadline(time.monotonic() + 6.0)
+    assert float(await time_left(b"")) <= 6.0 + slack_s
+    assert float(await time_left(b"", timeout=3.0)) <= 3.0 + slack_s
 
 
 async def test_a_call_without_time_left_is_not_made(channel, echo):

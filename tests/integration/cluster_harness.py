@@ -100,6 +100,13 @@ class Cluster:
             except psutil.NoSuchProcess:
                 continue
 
+    def outlived(self, *, within_s: float = 10.0) -> list[str]:
+        """Processes that live on after the cluster, once their last moment is over."""
+        end = time.monotonic() + within_s
+        while (alive := self.survivors()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return alive
+
     def survivors(self) -> list[str]:
         """Processes of the cluster that still live."""
         alive = []

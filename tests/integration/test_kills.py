@@ -31,7 +31,7 @@ def cluster(tmp_path_factory):
     cluster.up()
     yield cluster
     cluster.down()
-    assert cluster.survivors() == []
+    assert cluster.outlived() == []
     assert not folder.exists()
 
 

@@ -144,7 +144,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     finally:
         prometheus.stop()
         cluster.down()
-    assert cluster.survivors() == []
+    assert cluster.outlived() == []
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def cluster(tmp_path_factory):
     cluster.up()
     yield cluster
     cluster.down()
-    assert cluster.survivors() == []
+    assert cluster.outlived() == []
 
 
 @pytest.mark.real
