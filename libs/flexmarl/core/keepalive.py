@@ -21,8 +21,10 @@ SERVER_MIN_PING_INTERVAL_MS: Final = 10_000
 """Pings more frequent than this are a protocol violation to the server."""
 
 RECONNECT_INITIAL_BACKOFF_MS: Final = 100
-RECONNECT_MAX_BACKOFF_MS: Final = 2_000
-"""A restarted service is found again within this time; gRPC's own default is two minutes."""
+RECONNECT_MAX_BACKOFF_MS: Final = 1_000
+"""A restarted service is found again within this time and a fifth of it, which gRPC may add; its
+own default is two minutes. A dispatcher that was started anew waits longer than that for the engine
+hosts of the one before it."""
 
 NAME_LOOKUP_INTERVAL_MS: Final = 1_000
 """A name is looked up again this soon: a restarted container may have another address. gRPC's own

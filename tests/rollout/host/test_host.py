@@ -26,6 +26,14 @@ from flexmarl.core.engine_host_events import (
     LoadOrdered,
     PlanReceived,
 )
+from flexmarl.core.keepalive import RECONNECT_MAX_BACKOFF_MS
+from flexmarl.rollout.dispatcher.hosts import SETTLE_S
+from flexmarl.rollout.host import dispatcher_link
+
+
+def test_a_host_is_back_before_a_new_dispatcher_stops_waiting_for_it():
+    reconnect_s = 1.2 * RECONNECT_MAX_BACKOFF_MS / 1000  # a fifth is gRPC's jitter
+    assert reconnect_s + dispatcher_link._REDIAL.max_s < SETTLE_S
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,11 +50,12 @@ def committed(metrics: Path) -> list[dict]:
 
 def servers(pid: int) -> list[psutil.Process]:
     """The vLLM servers below a process."""
-    return [
-        process
-        for process in psutil.Process(pid).children(recursive=True)
-        if any(part.endswith("vllm_plugin/launch.py") for part in process.cmdline())
-    ]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # others come and go
+            if any(part.endswith("vllm_plugin/launch.py") for part in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_run_on_vllm_survives_the_death_of_an_instance(tmp_path):

@@ -26,7 +26,8 @@ from flexmarl.rollout.dispatcher.outgoing import Outgoing
 from flexmarl.runtime.logging import get_logger
 
 SETTLE_S: Final = 2.0
-"""How long after the start every host that runs has dialled: it tries each second."""
+"""How long after the start every host that runs has dialled: what it pauses between two tries is
+less, in the worst case."""
 
 _log = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from flexmarl.client.errors import FlexMarlError
 from flexmarl.core.retry import Backoff
 from flexmarl.runtime.logging import get_logger
 
-_REDIAL: Final = Backoff(initial_s=0.1, max_s=1.0)
+_REDIAL: Final = Backoff(initial_s=0.1, max_s=0.5)
 _CONNECT_TIMEOUT_S: Final = 5.0
 
 _log = get_logger(__name__)
