@@ -108,9 +108,9 @@ class PortClaims:
 
 
 def _claim(port: int) -> socket.socket | None:
+    if sys.platform != "linux":
+        return socket.socket()  # there are no such names: nothing is kept from others
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    if not sys.platform.startswith("linux"):
-        return claim  # no abstract names there: nothing is kept from others
     try:
         claim.bind(f"\0flexmarl/port/{port}")
     except OSError:
