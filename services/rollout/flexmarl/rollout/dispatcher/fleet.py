@@ -309,9 +309,10 @@ class Fleet:
             if name in away:
                 continue
             self.instances.set(self._spec(name), host_id, now)
-        for name in hosts.keys() - placed.keys() - away.keys():
+        for name in sorted(hosts.keys() - placed.keys() - away.keys()):
             instance = self.instances.get(name)
-            assert instance is not None
+            if instance is None:
+                continue  # a dispatcher before this one had it, and there is no room for it now
             self.instances.remove(name)
             self._desk.instance_changed(_gone(instance))
 
