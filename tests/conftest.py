@@ -1,8 +1,12 @@
-"""What all tests share: which files of them a process, when several run side by side."""
+"""What all tests share: files that run in one process when several run, and proofs' lines."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final
 
 import pytest
 from hypothesis import settings
@@ -10,6 +14,32 @@ from hypothesis import settings
 # How long an example takes says something of the machine and its load, and nothing of the code.
 settings.register_profile("without deadline", settings.default, deadline=None)
 settings.load_profile("without deadline")
+
+_PROVED: Final = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def proves(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Notes a line of counts; they are printed at the end, as docs/proof keeps them."""
+    return request.config.stash.setdefault(_PROVED, []).append
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The noted lines, with the commit and the load that they were measured under."""
+    lines = terminalreporter.config.stash.get(_PROVED, [])
+    if not lines:
+        return
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    today = datetime.now(tz=UTC).date()
+    terminalreporter.section("for docs/proof")
+    terminalreporter.line(
+        f"{today}, commit {commit or 'unknown'}, load average {os.getloadavg()[2]:.1f}:\n"
+    )
+    for line in lines:
+        terminalreporter.line(f"    {line}")
+
 
 SHARED = {
     **dict.fromkeys(

@@ -25,7 +25,11 @@ SIZE = Size()
 @pytest.mark.real
 @pytest.mark.timeout(300)
 async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
+    copies: list[dict[str, str]] = []
+
     async def dies_and_comes_back(run: TwoStores) -> None:
+        where = ("--data-dir", str(run.cluster.folder), "--json")
+        copies.extend(json.loads(await cli("store", "snapshot", "--run", run.run_id, *where)))
         run.other.kill()
         await asyncio.sleep(2)
         assert run.client.poll() is None
@@ -45,12 +49,22 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             assert sum(agent["calls"] for agent in calls) == SIZE.versions * SIZE.vertices
             listed = json.loads(await cli("vertices", run.run_id, "--limit", "9999", *where))
             assert len(listed) == SIZE.versions * SIZE.vertices
-            copies = json.loads(await cli("store", "snapshot", "--run", run.run_id, *where))
-            for copy in copies:
-                assert "no damage" in await cli("store", "check", copy["path"])
-            assert len(copies) == 2
+            await assert_stores_agree(copies, tmp_path / "middle")
+            ended = json.loads(await cli("store", "snapshot", "--run", run.run_id, *where))
+            await assert_stores_agree(ended, tmp_path / "end")
             await cli("runs", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
             assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
+
+
+async def assert_stores_agree(copies: list[dict[str, str]], folder: Path) -> None:
+    """The snapshots of both stores fit together, and so do the stores that are made of them."""
+    assert [copy["shard"] for copy in copies] == ["s0", "s1"]
+    paths = [copy["path"] for copy in copies]
+    assert "no damage" in await cli("store", "check", *paths)
+    folders = {copy["shard"]: str(folder / copy["shard"]) for copy in copies}
+    options = [f"--store-dir={name}={path}" for name, path in folders.items()]
+    await cli("store", "restore", *paths, *options)
+    assert "no damage" in await cli("store", "check", *folders.values())
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.channel import connect
+from flexmarl.client.run_store import RunStore
 from flexmarl.client.store import StoreClient
 from flexmarl.core.peer_credentials import PeerCredentials
 from flexmarl.meg_store.backend import Backend
@@ -85,6 +86,33 @@ async def serving(
         await shard.close()
         shutil.rmtree(memory_dir, ignore_errors=True)
     assert not failures
+
+
+@asynccontextmanager
+async def three_shards(
+    folder: Path, **settings: object
+) -> AsyncIterator[tuple[RunStore, list[Shard]]]:
+    """A run on three stores in this process, their data in `s0`, `s1`, `s2`."""
+    async with AsyncExitStack() as stack:
+        pairs = []
+        for name in ("s0", "s1", "s2"):
+            (folder / name).mkdir(exist_ok=True)
+            served = serving(folder / name, shard=name, **settings)
+            pairs.append(await stack.enter_async_context(served))
+        shards = [
+            common.ShardAddress(name=shard.config.shard, address=client.address)
+            for client, shard in pairs
+        ]
+        store = await stack.enter_async_context(RunStore.over(shards, patience_s=2.0))
+        await store.create_run(a_run(shards=shards))
+        yield store, [shard for _, shard in pairs]
+
+
+def ref_on(store: RunStore, vertex: graph.Vertex) -> common.VertexRef:
+    """Reference to a vertex, on the shard where its group lies."""
+    found = ref(vertex)
+    found.shard = store.shard_of(vertex.meta.group_id)
+    return found
 
 
 class StoreProcess:

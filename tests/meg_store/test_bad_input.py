@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from meg_store.store_harness import (
+    GROUP,
     RUN,
     SAMPLE,
     a_group,
@@ -15,15 +16,19 @@ from meg_store.store_harness import (
     a_sample,
     a_vertex,
     closure,
+    ref,
     serving,
 )
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.errors import FlexMarlError
 
 NAN, HUGE = float("nan"), b"x" * (9 << 20)
+OPEN = common.GROUP_STATUS_OPEN
+SPEC = BufferSpec("w", "U8", (8,))
 
 
 def vertex(call: int = 5, **changes: object) -> graph.Vertex:
@@ -55,8 +60,65 @@ def releases(reward: float, advantage: float) -> pb.GroupClosure:
     return closed
 
 
+UNDER_TERMS = {
+    # Everything that carries a term, called with an older one; `t` is the current one.
+    "WriteGraph": lambda s, t: rows(s, t - 1, vertex()),
+    "CloseGroups": lambda s, t: s.close_groups(RUN, [closure(a_vertex(0))], term=t - 1),
+    "VoidRows": lambda s, t: s.void_rows(
+        RUN, [pb.VoidedRow(row=ref(a_vertex(0)), reason=common.VOID_REASON_OVERLONG)], term=t - 1
+    ),
+    "WriteColumns": lambda s, t: s.write_columns(
+        RUN, [pb.ColumnWrite(row=ref(a_vertex(0)))], term=t - 1
+    ),
+    "CloseSubgraph": lambda s, t: s.close_subgraph(
+        RUN, [pb.ClosedSubgraph(policy="p")], term=t - 1
+    ),
+    "CreateMicroBatch": lambda s, t: s.create_micro_batch(RUN, a_record(a_vertex(0), term=t - 1)),
+    "MarkRows": lambda s, t: s.mark_rows(RUN, "b000000a0-m0000-p", [ref(a_vertex(0))], term=t - 1),
+    "SaveState": lambda s, _: s.save_state(RUN, graph.StateRecord(policy="p", term=1)),
+    "Commit": lambda s, t: s.commit(RUN, graph.Manifest(term=t - 1), expected_version=None),
+    "UpdateRunStatus": lambda s, t: s.update_run_status(RUN, common.RUN_STATUS_RUNNING, term=t - 1),
+    "ReturnToWhole": lambda s, t: s.return_to_whole(RUN, term=t - 1),
+    "LoseShard": lambda s, t: s.lose_shard(RUN, "s1", term=t - 1),
+}
+
+
+def test_every_mutation_with_a_term_is_tried_with_an_older_one():
+    service = pb.DESCRIPTOR.services_by_name["MegStoreService"]
+    carried = {
+        method.name
+        for method in service.methods
+        for fields in [method.input_type.fields_by_name]
+        if "term" in fields
+        or any(
+            "term" in field.message_type.fields_by_name
+            for field in fields.values()
+            if field.message_type is not None and field.name in ("manifest", "state", "micro_batch")
+        )
+    }
+    assert carried == set(UNDER_TERMS)
+
+
 CASES = {
     "oversized row": ("MESSAGE_TOO_LARGE", lambda s, t: rows(s, t, large())),
+    "oversized meta columns": (
+        "MESSAGE_TOO_LARGE",
+        lambda s, t: rows(
+            s, t, vertex(upstream_vertex_ids=[f"{SAMPLE}/0:{n}" for n in range(9000)])
+        ),
+    ),
+    "oversized sample": (
+        "MESSAGE_TOO_LARGE",
+        lambda s, t: s.write_graph(RUN, term=t, samples=[a_sample(output_json=HUGE)]),
+    ),
+    "oversized group": (
+        "MESSAGE_TOO_LARGE",
+        lambda s, t: s.write_graph(RUN, term=t, groups=[a_group(1, query_json=HUGE)]),
+    ),
+    "oversized configuration": (
+        "INVALID_ARGUMENT",
+        lambda s, _: s.create_run(a_run(run_id="large", config_json=HUGE)),
+    ),
     "unknown column": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, with_column("x", int_value=1))),
     "wrong type": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, with_column("n", bool_value=True))),
     "dangling edge": (
@@ -74,10 +136,58 @@ CASES = {
     ),
     "path in an id": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, vertex(path="../../x"))),
     "NUL in a name": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, vertex(agent="a\0b"))),
+    "separator in a policy": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, vertex(policy="a/b"))),
+    "path for an agent": ("INVALID_ARGUMENT", lambda s, t: rows(s, t, vertex(agent="../a"))),
+    "path for a group": (
+        "INVALID_ARGUMENT",
+        lambda s, t: s.write_graph(RUN, term=t, groups=[a_group(1, group_id="../g")]),
+    ),
+    "path for a sample": (
+        "INVALID_ARGUMENT",
+        lambda s, t: s.write_graph(RUN, term=t, samples=[a_sample(sample_id=f"{GROUP}-s0/..")]),
+    ),
+    "separator in a run": ("INVALID_ARGUMENT", lambda s, _: s.create_run(a_run(run_id="a/b"))),
+    "path for a shard": (
+        "INVALID_ARGUMENT",
+        lambda s, _: s.create_run(
+            a_run(run_id="r", shards=[common.ShardAddress(name="../s", address="h:1")])
+        ),
+    ),
+    "path in a scope of terms": (
+        "INVALID_ARGUMENT",
+        lambda s, _: s.acquire_term(RUN, "policy/../p", holder="x"),
+    ),
+    "path for a segment": (
+        "INVALID_ARGUMENT",
+        lambda s, _: s._allocate(RUN, "../w", [SPEC], tier=0, attributes={}),
+    ),
+    "path for an object": ("INVALID_ARGUMENT", lambda s, _: s.put_object(b"x", key="a/../b")),
+    "path for a micro-batch": (
+        "INVALID_ARGUMENT",
+        lambda s, t: s.mark_rows(RUN, "b000000a0-m/../0", [ref(a_vertex(0))], term=t),
+    ),
+    "separator in a closed policy": (
+        "INVALID_ARGUMENT",
+        lambda s, t: s.close_subgraph(RUN, [pb.ClosedSubgraph(policy="a\0b")], term=t),
+    ),
     "NaN reward of a sample": (
         "REWARD_INVALID",
         lambda s, t: s.write_graph(
             RUN, term=t, samples=[a_sample(rewards=graph.RewardSet(team=NAN))]
+        ),
+    ),
+    "NaN reward of an agent": (
+        "REWARD_INVALID",
+        lambda s, t: s.write_graph(
+            RUN, term=t, samples=[a_sample(rewards=graph.RewardSet(agents={"solver": NAN}))]
+        ),
+    ),
+    "infinite reward of a vertex": (
+        "REWARD_INVALID",
+        lambda s, t: s.write_graph(
+            RUN,
+            term=t,
+            samples=[a_sample(rewards=graph.RewardSet(vertices={"v": float("-inf")}))],
         ),
     ),
     "NaN reward of a row": (
@@ -100,7 +210,7 @@ CASES = {
         "ALREADY_EXISTS",
         lambda s, _: s.create_run(a_run(config_json=b'{"a": 1}')),
     ),
-    "older term": ("TERM_STALE", lambda s, t: rows(s, t - 1, vertex())),
+    **{f"older term: {name}": ("TERM_STALE", call) for name, call in UNDER_TERMS.items()},
     "term that was never issued": ("INVALID_ARGUMENT", lambda s, t: rows(s, t + 1, vertex())),
     "request id with another payload": (
         "REQUEST_ID_REUSED",
@@ -134,31 +244,29 @@ def rows(store, term: int, *vertices: graph.Vertex):
     return store.write_graph(RUN, term=term, vertices=vertices)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-async def test_bad_input_has_a_reason_and_changes_nothing(opened, name):
+async def test_bad_input_has_a_reason_and_changes_nothing(opened):
     store = opened[0]
     columns = [graph.Column(name="n", type=graph.COLUMN_TYPE_INT)]
     await store.create_run(a_run(columns=columns))
-    await store.acquire_term(RUN, "orchestrator", holder="before")
-    term = await store.acquire_term(RUN, "orchestrator", holder="test")
+    for scope in ("orchestrator", "policy/p"):
+        await store.acquire_term(RUN, scope, holder="before")
+        term = await store.acquire_term(RUN, scope, holder="test")
     await store.write_graph(
         RUN, term=term, groups=[a_group()], vertices=[a_vertex(0)], request_id="taken"
     )
     await store.put_object(b"content", key="kept")
-    reason, call = CASES[name]
-    with pytest.raises(FlexMarlError) as caught:
-        await call(store, term)
-    assert caught.value.reason.value == reason
-    assert caught.value.message
-    left = [v async for v in store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)]
-    assert left == [a_vertex(0)]
-    assert [s async for s in _samples(store)] == []
+    for name, (reason, call) in CASES.items():
+        with pytest.raises(FlexMarlError) as caught:
+            await call(store, term)
+        assert (name, caught.value.reason.value) == (name, reason)
+        assert caught.value.message, name
+        left = [v async for v in store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)]
+        assert left == [a_vertex(0)], name
+        assert await store.list_samples(RUN) == [], name
+        assert [g.status for g in await store.list_groups(RUN)] == [OPEN], name
+    assert [run.run_id for run in await store.list_runs()] == [RUN]
     assert await store.get_object("kept") == b"content"
-
-
-async def _samples(store):
-    for sample in await store.list_samples(RUN):
-        yield sample
+    assert await store.get_manifest(RUN) is None
 
 
 async def test_writes_beyond_the_bound_of_queued_bytes_are_refused_and_nothing_else(tmp_path):

@@ -1,8 +1,9 @@
-"""`store check` finds damage and names it; snapshots are whole, restore makes a store of them."""
+"""`store check` finds damage and names it."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 import subprocess
@@ -11,88 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from meg_store.filled import NEXT_GROUP, RECORD, fill
 from meg_store.store_harness import (
     GROUP,
     RUN,
     SAMPLE,
     a_group,
     a_record,
-    a_run,
-    a_sample,
     a_vertex,
-    closure,
     ref,
     serving,
 )
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.client.buffers import BufferSpec
-from flexmarl.client.errors import FlexMarlError
-from flexmarl.client.store import StoreClient
+from flexmarl.client.errors import DataError
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError
 from flexmarl.meg_store.backend import SHARD_KEY, Batch, Table
-from flexmarl.meg_store.check.store import check_store
+from flexmarl.meg_store.check.store import check_stores
 from flexmarl.meg_store.claims import claim_key
 from flexmarl.meg_store.micro_batches import record_key
 from flexmarl.meg_store.objects import ObjectRecord
 from flexmarl.meg_store.rocks_backend import RocksBackend
-from flexmarl.meg_store.snapshots import restore
-
-RECORD = "b000000a0-m0000-p"
-NEXT_GROUP = "b000001a0-g0000"
-
-
-async def fill(store: StoreClient) -> None:
-    """One committed batch: two rows consumed, one void, one tool; an object; a second batch."""
-    columns = [graph.Column(name="image", type=graph.COLUMN_TYPE_OBJECT)]
-    bundle = await store.put_object(b"workflow", run_id=RUN)
-    await store.create_run(a_run(columns=columns, workflow_bundle=bundle))
-    term = await store.acquire_term(RUN, "orchestrator", holder="test")
-    bound = await store.acquire_term(RUN, "policy/p", holder="test")
-    image = await store.put_object(b"pixels" * 400_000)
-    rows = [a_vertex(n, upstream_vertex_ids=[f"{SAMPLE}/0:{n - 1}"][:n]) for n in range(3)]
-    rows[0].payload.columns["image"].object_value.CopyFrom(image)
-    rows.append(a_vertex(3, agent="tool", policy="", kind=common.VERTEX_KIND_TOOL, trainable=False))
-    await store.write_graph(RUN, term=term, groups=[a_group()], vertices=rows, samples=[a_sample()])
-    await store.close_groups(RUN, [closure(*rows[:2], voided=(rows[2],))], term=term)
-    record = a_record(*rows[:2], term=term)
-    await store.create_micro_batch(RUN, record)
-    await store.mark_rows(RUN, record.micro_batch_id, record.rows, term=term)
-    for version in range(2):
-        specs = [BufferSpec("w", "U8", (1000,))]
-        writer = await store.allocate_segment(RUN, f"w{version}", specs, tier=pb.SEGMENT_TIER_DISK)
-        writer.buffers["w"].data[:] = bytes([version + 1]) * 1000
-        weights = await writer.seal(checksum=writer.content_hash())
-        state = graph.StateRecord(policy="p", version=version, term=bound, weights=weights)
-        if version:
-            state.applied = True
-            state.ledger.append(record.micro_batch_id)
-        await store.save_state(RUN, state)
-        manifest = graph.Manifest(
-            version=version, term=term, policies={"p": graph.PolicyManifest(weights=weights)}
-        )
-        if version:
-            counted = await store.count_vertices(
-                RUN, batch=0, batch_attempt=0, consumed=[record.micro_batch_id]
-            )
-            manifest.batch.CopyFrom(
-                graph.BatchRecord(
-                    policies=counted.policies, consumed_micro_batch_ids=[record.micro_batch_id]
-                )
-            )
-        await store.commit(RUN, manifest, expected_version=version - 1 if version else None)
-    sample_id = f"{NEXT_GROUP}-s000a0"
-    later = a_vertex(
-        vertex_id=f"{sample_id}/0:0", sample_id=sample_id, group_id=NEXT_GROUP, batch=1
-    )
-    admitted = a_group(group_id=NEXT_GROUP, batch=1)
-    await store.write_graph(RUN, term=term, groups=[admitted], vertices=[later])
-    closed = closure(later)
-    closed.group_id = NEXT_GROUP
-    await store.close_groups(RUN, [closed], term=term)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +65,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 def test_whole_store_has_no_findings(whole):
     before = state_of(whole)
-    report = check_store(whole)
+    report = check_stores([whole])
     assert report.findings == []
     checked = report.checked
     assert (checked["rows"], checked["edges"], checked["marks"]) == (5, 2, 2)
@@ -139,7 +80,7 @@ def state_of(folder: Path) -> list[tuple[str, int]]:
 
 
 def test_killed_store_has_no_findings(killed):
-    assert check_store(killed).findings == []
+    assert check_stores([killed]).findings == []
 
 
 def row(call: int, agent: str = "solver") -> bytes:
@@ -172,6 +113,25 @@ def put(table: Table, key: bytes, value: bytes) -> Callable[[RocksBackend], None
         backend.write([batch])
 
     return damage
+
+
+def delete(table: Table, key: bytes) -> Callable[[RocksBackend], None]:
+    return edit(table, key)
+
+
+def copy_to_another_agent(backend: RocksBackend) -> None:
+    """The same call, stored once more."""
+    for table in (ROWS, PAYLOADS):
+        put(table, row(0, "judge"), backend.get(table, row(0)))(backend)
+    meta = graph.VertexMeta.FromString(backend.get(ROWS, row(0)))
+    meta.agent = "judge"
+    put(ROWS, row(0, "judge"), meta.SerializeToString(deterministic=True))(backend)
+    put(META, keys.join("agent", RUN, "judge"), b"")(backend)
+
+
+def misnumber_event(backend: RocksBackend) -> None:
+    key = keys.numbered(2, RUN)
+    put(Table.EVENTS, key, backend.get(Table.EVENTS, keys.numbered(3, RUN)))(backend)
 
 
 def miscount(backend: RocksBackend) -> None:
@@ -270,6 +230,54 @@ DAMAGES = {
     ),
     "version is gone": ("manifest", edit(META, keys.numbered(0, "manifest", RUN))),
     "segment's record is gone": ("reference", edit(META, keys.join("segment", "w1"))),
+    "run is not readable": ("run", put(META, keys.join("run", RUN), b"\xff\xff")),
+    "record is not readable": ("record", put(META, record_key(RUN, 0, RECORD), b"\xff\xff")),
+    "object's record is not readable": (
+        "object",
+        put(META, keys.join("object", "short"), b"\0"),
+    ),
+    "segment's record is not readable": (
+        "segment",
+        put(META, keys.join("segment", "short"), b"\0"),
+    ),
+    "bundle of the run is gone": (
+        "reference",
+        delete(META, keys.join("object", f"sha256:{hashlib.sha256(b'workflow').hexdigest()}")),
+    ),
+    "agent is not listed": ("reference", delete(META, keys.join("agent", RUN, "solver"))),
+    "vertex is in the tables of two agents": ("row", copy_to_another_agent),
+    "owner without record": (
+        "mark",
+        put(MARKS, keys.join("owner", RUN, f"{SAMPLE}/0:9"), RECORD.encode()),
+    ),
+    "mark that its record does not name": (
+        "mark",
+        edit(ROWS, row(2), graph.VertexMeta, lambda m: setattr(m, "micro_batch_id", RECORD)),
+    ),
+    "record under a term that was never issued": (
+        "term",
+        edit(META, record_key(RUN, 0, RECORD), graph.MicroBatch, lambda m: setattr(m, "term", 9)),
+    ),
+    "version under a term that was never issued": (
+        "term",
+        edit(
+            META,
+            keys.numbered(1, "manifest", RUN),
+            graph.Manifest,
+            lambda m: setattr(m, "term", 9),
+        ),
+    ),
+    "update of other micro-batches than its version says": (
+        "ledger",
+        edit(
+            META,
+            keys.numbered(1, "state", RUN, "p"),
+            graph.StateRecord,
+            lambda s: s.ClearField("ledger"),
+        ),
+    ),
+    "event is gone": ("event", delete(Table.EVENTS, keys.numbered(3, RUN))),
+    "event has another's content": ("event", misnumber_event),
     "counts do not add up": (
         "count",
         edit(
@@ -288,15 +296,16 @@ def test_damage_is_found_and_named(copy, name):
     backend = RocksBackend(copy / "db")
     damage(backend)
     backend.close()
-    report = check_store(copy)
+    report = check_stores([copy])
     assert kind in {finding.kind for finding in report.findings}, report.findings
-    assert all(RUN in f.where or "object" in f.where for f in report.findings)
+    assert all(f.shard == "s0" for f in report.findings)
+    assert all(f.where.startswith((RUN, "object", "segment")) for f in report.findings)
 
 
 def test_damaged_segment_is_found(copy):
     for path in (copy / "segments").iterdir():
         path.write_bytes(b"\xff" + path.read_bytes()[1:])
-    assert {f.kind for f in check_store(copy).findings} == {"segment"}
+    assert {f.kind for f in check_stores([copy]).findings} == {"segment"}
 
 
 def test_missing_segment_of_the_disk_tier_is_found(tmp_path):
@@ -307,7 +316,7 @@ def test_missing_segment_of_the_disk_tier_is_found(tmp_path):
     asyncio.run(make())
     for path in (tmp_path / "segments").iterdir():
         path.unlink()
-    findings = check_store(tmp_path).findings
+    findings = check_stores([tmp_path]).findings
     assert [f.kind for f in findings] == ["segment", "segment"]
     assert "missing" in findings[0].what
 
@@ -317,10 +326,35 @@ def test_corrupt_block_is_found_by_its_table(copy):
         data = bytearray(table.read_bytes())
         data[20] ^= 0xFF  # in the first block of rows
         table.write_bytes(data)
-    findings = check_store(copy).findings
+    findings = check_stores([copy]).findings
     assert {f.kind for f in findings} == {"table"}
     assert {"meta", "rows", "payloads"} <= {f.where for f in findings}
     assert "checksum" in findings[0].what
+
+
+async def test_a_service_over_a_corrupt_block_says_so_and_stays_up(copy):
+    backend = RocksBackend(copy / "db")
+    files = backend._db.live_files()
+    backend.close()
+    rows = [
+        file["name"] for file in files if file["start_key"].startswith(keys.row(RUN, "solver", ""))
+    ]
+    for name in rows:
+        path = copy / "db" / name.lstrip("/")
+        data = bytearray(path.read_bytes())
+        data[20] ^= 0xFF
+        path.write_bytes(data)
+    async with serving(copy) as (store, _):
+        for reading in (
+            store.get_vertices(RUN, [ref(a_vertex(0))]),
+            store.count_vertices(RUN, batch=0, batch_attempt=0, consumed=[]),
+            store.get_sample_graph(RUN, SAMPLE),
+        ):
+            with pytest.raises(DataError, match="table rows is damaged"):
+                await reading
+        await store.write_graph(RUN, term=1, groups=[a_group(7)])
+        assert a_group(7).group_id in {group.group_id for group in await store.list_groups(RUN)}
+        assert await store.get_object(f"sha256:{hashlib.sha256(b'workflow').hexdigest()}")
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped"])
@@ -332,7 +366,7 @@ def test_damaged_log_is_found_and_the_store_still_opens(killed, how):
     else:
         data[len(data) // 2] ^= 0xFF
     log.write_bytes(data)
-    assert check_store(killed).findings[0].kind == "log"
+    assert check_stores([killed]).findings[0].kind == "log"
     backend = RocksBackend(killed / "db")
     assert "orruption" in backend.torn_log
     assert backend.get(META, SHARD_KEY) == b"s0"
@@ -341,7 +375,7 @@ def test_damaged_log_is_found_and_the_store_still_opens(killed, how):
 
 def test_database_that_cannot_be_opened_is_a_finding(copy):
     (copy / "db" / "CURRENT").write_bytes(b"nonsense\n")
-    assert [f.kind for f in check_store(copy).findings] == ["database"]
+    assert [f.kind for f in check_stores([copy]).findings] == ["database"]
 
 
 def test_running_store_and_no_store_are_refused(copy, tmp_path):
@@ -352,68 +386,13 @@ def test_running_store_and_no_store_are_refused(copy, tmp_path):
     assert "snapshot" in json.loads(done.stdout)["error"]
     backend.close()
     with pytest.raises(DomainError, match="NOT_FOUND"):
-        check_store(tmp_path)
+        check_stores([tmp_path])
 
 
 def test_offline_check_prints_its_report(copy):
     command = [sys.executable, "-m", "flexmarl.meg_store.offline", "check", str(copy)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=30)
     assert json.loads(done.stdout)["findings"] == []
-
-
-async def test_snapshot_while_writing_is_whole_and_restores(tmp_path):
-    """Rows acknowledged before the call are in it; the restored store goes on from there."""
-    live = tmp_path / "live"
-    live.mkdir()
-    async with serving(live) as (store, _):
-        await fill(store)
-        in_memory = await store.allocate_segment(RUN, "m0", [BufferSpec("w", "U8", (4,))])
-        in_memory.buffers["w"].data[:] = b"abcd"
-        await in_memory.seal()
-        before = [v async for v in store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)]
-        stop = asyncio.Event()
-
-        async def write() -> None:
-            call = 0
-            await store.write_graph(RUN, term=1, groups=[a_group(2)])
-            while not stop.is_set():
-                await store.write_graph(RUN, term=1, vertices=[a_vertex(call, group=2)])
-                call += 1
-
-        writer = asyncio.create_task(write())
-        made = await store.create_snapshot("first")
-        stop.set()
-        await writer
-        assert (made.num_objects, made.num_segments) == (2, 3)
-        with pytest.raises(FlexMarlError, match="first"):
-            await store.create_snapshot("first")
-        with pytest.raises(FlexMarlError, match="snapshot"):
-            await store.create_snapshot("../first")
-    snapshot = Path(made.path)
-    assert check_store(snapshot).findings == []
-    restored = tmp_path / "restored"
-    restore(snapshot, restored)
-    with pytest.raises(DomainError, match="ALREADY_EXISTS"):
-        restore(snapshot, restored)
-    assert check_store(restored).findings == []
-    async with serving(restored) as (store, _):
-        found = {
-            v.meta.vertex_id: v async for v in store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)
-        }
-        assert all(found[v.meta.vertex_id] == v for v in before)
-        for key, content in (("m0", b"abcd"), ("w1", b"\x02" * 1000)):
-            async with store.open_segment(RUN, key, holder="x") as reader:
-                assert str(restored) in str(reader.path)
-                assert bytes(reader.buffers["w"].data) == content
-        assert await store.acquire_term(RUN, "orchestrator", holder="next") == 2
-        assert list(await store.get_vertices(RUN, [ref(a_vertex(0))]))
-
-
-def test_restore_of_half_a_snapshot_is_refused(tmp_path):
-    (tmp_path / "half").mkdir()
-    with pytest.raises(DomainError, match="not a whole snapshot"):
-        restore(tmp_path / "half", tmp_path / "restored")
-    assert not (tmp_path / "restored").exists()
 
 
 async def test_data_of_another_shard_are_not_served(tmp_path):

@@ -104,3 +104,9 @@ async def test_policy_must_be_named(store, policy):
 
     with pytest.raises(FlexMarlError, match="policy"):
         await store.list_claimable(RUN, policy)
+
+
+async def test_names_that_no_policy_has_are_not_kept(opened, store):
+    for number in range(20):
+        assert not (await store.list_claimable(RUN, f"nobody{number}")).rows
+    assert not opened[1].claims._windows

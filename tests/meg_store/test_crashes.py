@@ -27,7 +27,7 @@ from meg_store.store_harness import (
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.client.store import StoreClient
-from flexmarl.meg_store.check.store import check_store
+from flexmarl.meg_store.check.store import check_stores
 
 _ROWS = 6
 _WRITERS = 3
@@ -110,7 +110,7 @@ async def crash(process: StoreProcess, *, kills: int) -> Acknowledged:
             written.set()
         await verify(store, done)
     assert process.stop() == 0
-    report = check_store(Path(process.folder) / "data")
+    report = check_stores([Path(process.folder) / "data"])
     assert report.findings == []
     return done
 
@@ -146,11 +146,11 @@ async def verify(store: StoreClient, done: Acknowledged) -> None:
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-async def test_acknowledged_writes_survive_and_no_mark_is_doubled(process, kills):
+async def test_acknowledged_writes_survive_and_no_mark_is_doubled(process, kills, proves):
     done = await crash(process, kills=kills)
     assert done.rows
     assert done.records
-    print(  # the count is what the proof shows
+    proves(
         f"{kills} kills: {len(done.rows)} rows, {len(done.records)} micro-batches, "
         f"{len(done.objects)} objects acknowledged and found"
     )

@@ -77,6 +77,14 @@ async def test_late_result_is_recorded_and_never_used(opened, store, term):
     assert (await store.get_stats()).numbers["late_results"] == 2
 
 
+async def test_a_call_that_is_stored_for_one_agent_is_late_for_another(store, term):
+    await store.write_graph(RUN, term=term, groups=[a_group()])
+    other = a_vertex(0, agent="judge")
+    assert await outcomes(store, term, a_vertex(0), other) == [ACCEPTED, DUPLICATE]
+    assert await outcomes(store, term, other) == [DUPLICATE]
+    assert [v.meta.agent async for v in store.list_vertices(RUN)] == ["solver"]
+
+
 async def test_same_row_twice_in_one_call_is_written_once(store, term):
     await store.write_graph(RUN, term=term, groups=[a_group()])
     assert await outcomes(store, term, a_vertex(), a_vertex()) == [ACCEPTED, UNCHANGED]

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from meg_store.store_harness import RUN, StoreProcess, a_group, a_run, a_vertex, closure
+from meg_store.store_harness import RUN, StoreProcess, a_group, a_run, a_vertex, closure, ref_on
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import UnavailableError
 from flexmarl.client.run_store import RunStore
@@ -80,41 +79,58 @@ def _plug(device: str, switch: str, host: str, *, namespace: str | None) -> None
     ip(*inside, "link", "set", device, "up")
 
 
+@dataclass
+class NodeStore:
+    """The store of a node."""
+
+    node: Node
+    process: StoreProcess
+
+    async def start(self) -> str:
+        """Start it, or start it again at the same address."""
+        return await self.process.start(wrapper=["ip", "netns", "exec", self.node.namespace])
+
+
 @asynccontextmanager
-async def stores_on(nodes: list[Node], folder: Path) -> AsyncIterator[RunStore]:
-    """A run over one store per node."""
+async def stores_on(nodes: list[Node], folder: Path) -> AsyncIterator[tuple[RunStore, NodeStore]]:
+    """A run over one store per node, and the store of the last node."""
     async with AsyncExitStack() as stack:
         shards = []
         for number, node in enumerate(nodes):
             own = folder / node.namespace
             own.mkdir()
-            store = StoreProcess(
+            process = StoreProcess(
                 own, f"server.host={node.host}", f"store.shard=s{number}", "server.insecure=true"
             )
-            stack.callback(store.clean)
-            address = await store.start(wrapper=["ip", "netns", "exec", node.namespace])
-            shards.append(common.ShardAddress(name=f"s{number}", address=address))
+            stack.callback(process.clean)
+            last = NodeStore(node, process)
+            shards.append(common.ShardAddress(name=f"s{number}", address=await last.start()))
         run_store = await stack.enter_async_context(RunStore.over(shards, patience_s=3.0))
         await run_store.create_run(a_run(shards=shards))
-        yield run_store
+        yield run_store, last
 
 
-def reference(store: RunStore, row: graph.Vertex) -> common.VertexRef:
-    shard = store.shard_of(row.meta.group_id)
-    return common.VertexRef(shard=shard, vertex_id=row.meta.vertex_id, agent=row.meta.agent)
+async def assert_named(store: RunStore, shard: str) -> None:
+    """What would have to know of a shard that is away says so, instead of leaving its rows out."""
+    for call in (store.list_claimable(RUN, "p"), store.list_groups(RUN)):
+        with pytest.raises(UnavailableError) as caught:
+            await call
+        assert caught.value.metadata["shard"] == shard
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
-async def test_rows_and_segments_lie_on_several_nodes_and_a_cut_one_is_named(tmp_path, num_nodes):
+async def test_a_node_that_is_cut_off_or_killed_is_named_and_nothing_is_lost(
+    tmp_path, num_nodes, proves
+):
     with network(num_nodes) as nodes:
-        async with stores_on(nodes, tmp_path) as store:
+        async with stores_on(nodes, tmp_path) as (store, last_store):
             term = await store.acquire_term(RUN, "orchestrator", holder="test")
             rows = [a_vertex(group=group) for group in range(NUM_GROUPS)]
             groups = [a_group(group) for group in range(NUM_GROUPS)]
             await store.write_graph(RUN, term=term, groups=groups, vertices=rows)
             ends = [closure(row, group=number) for number, row in enumerate(rows)]
             for end, row in zip(ends, rows, strict=True):
-                end.released[0].row.CopyFrom(reference(store, row))
+                end.released[0].row.CopyFrom(ref_on(store, row))
             await store.close_groups(RUN, ends, term=term)
             held = {name: len(await c.list_groups(RUN)) for name, c in store.shards.items()}
             assert all(held.values())
@@ -133,13 +149,20 @@ async def test_rows_and_segments_lie_on_several_nodes_and_a_cut_one_is_named(tmp
             there = [row for row in rows if store.shard_of(row.meta.group_id) == last]
             here = [row for row in rows if store.shard_of(row.meta.group_id) != last]
             nodes[-1].cut()
-            with pytest.raises(UnavailableError) as caught:
-                await store.list_claimable(RUN, "p")
-            assert caught.value.metadata["shard"] == last
+            await assert_named(store, last)
             # Rows of the other nodes are read and written meanwhile.
-            assert list(await store.get_vertices(RUN, [reference(store, row) for row in here]))
+            assert list(await store.get_vertices(RUN, [ref_on(store, row) for row in here]))
             nodes[-1].join()
             await store.wait_ready()
-            found = await store.get_vertices(RUN, [reference(store, row) for row in there])
+            last_store.process.kill()
+            await assert_named(store, last)
+            assert list(await store.get_vertices(RUN, [ref_on(store, row) for row in here]))
+            await last_store.start()
+            await store.wait_ready()
+            found = await store.get_vertices(RUN, [ref_on(store, row) for row in there])
             assert [v.meta.vertex_id for v in found] == [row.meta.vertex_id for row in there]
             assert len((await store.list_claimable(RUN, "p")).rows) == NUM_GROUPS
+            proves(
+                f"{num_nodes} nodes, one cut off and killed: {NUM_GROUPS} groups acknowledged, "
+                f"{len(there)} of them on that node, all found"
+            )

@@ -105,8 +105,8 @@ class TestObjects:
         model = graph.ModelRef(archive=dataset)
         await store.create_run(a_run(dataset=dataset, models={"p": model}))
         assert shard.objects.require(dataset.key).reference_count == 2
-        later = time.time_ns() + int(7200e9)
-        assert await shard.objects.sweep_orphans(ttl_s=3600, now_ns=later) == 1
+        for now, removed in ((0.0, 0), (3599.0, 0), (3600.0, 1), (9999.0, 0)):
+            assert await shard.objects.sweep_orphans(ttl_s=3600, now=now) == removed
         assert await store.get_object(dataset.key) == b"rows"
         assert pieces(shard) == 1
 
@@ -266,7 +266,9 @@ class TestSegments:
             async with store.open_segment(RUN, "unsealed", holder="x") as reader:
                 assert bytes(reader.buffers["b"].data) == b"publish!"
                 # A reader may still map a file of the former life: it is never reused.
-                freed = await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=0)
+                freed = await shard.segments.sweep(
+                    orphan_ttl_s=-1, lease_max_s=60, now=time.monotonic()
+                )
                 assert freed == 1
             assert shard.files.pool_bytes == 0
         assert [path.name for path in shm.iterdir()] == [os.path.basename(unsealed.path)]
@@ -281,7 +283,10 @@ class TestSegments:
         async with serving(tmp_path) as (store, shard):
             assert await refusal(store._open(RUN, "s1", holder="x")) == "SEGMENT_NOT_FOUND"
             await shard.wait_checksum("s1")
-            assert await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=0) == 1
+            assert (
+                await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=time.monotonic())
+                == 1
+            )
             assert (await store.get_stats()).numbers["memory_tier_bytes"] == 0
 
     async def test_disk_tier_survives_the_memory_tiers_loss(self, tmp_path):
@@ -307,3 +312,17 @@ class TestSegments:
         assert await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=50, now=later) == 1
         assert shard.files.pool_bytes == 0
         assert bytes(reader.buffers["b"].data) == bytes(8)
+
+    async def test_a_jump_of_the_wall_clock_ends_nothing_that_is_about_to_be_named(
+        self, opened, store, monkeypatch
+    ):
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        await store.put_object(b"about to be named")
+        async with store.allocate_segment(RUN, "s1", SPECS):
+            pass
+        monkeypatch.undo()  # as if the clock went on by half a century
+        now, shard = time.monotonic(), opened[1]
+        assert await shard.objects.sweep_orphans(ttl_s=3600, now=now) == 0
+        assert await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=60, now=now) == 0
+        assert await shard.objects.sweep_orphans(ttl_s=3600, now=now + 3600) == 1
+        assert await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=60, now=now + 3601) == 1

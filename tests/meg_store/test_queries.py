@@ -6,8 +6,10 @@ import pytest
 from meg_store.store_harness import RUN, SAMPLE, a_group, a_sample, a_vertex, closure
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError
+from flexmarl.meg_store import queries, training, vertex_listing
 
 TOOL = {"kind": common.VERTEX_KIND_TOOL, "agent": "python", "policy": "", "trainable": False}
 
@@ -177,3 +179,39 @@ async def test_statistics_per_agent(filled):
     assert (by_name["python"].in_degree, by_name["python"].running_ns) == (1, 39)
     assert by_name["judge"].num_critical == 0
     assert not (await filled.describe_agents(RUN, batch=7)).agents
+
+
+async def test_a_page_ends_before_it_outgrows_a_message(store, monkeypatch):
+    for room in (queries, training, vertex_listing):
+        monkeypatch.setattr(room, "PAGE_BYTES", 1000)
+    groups = [a_group(n, query_json=b"x" * 300) for n in range(10)]
+    samples = [a_sample(group=n, output_json=b"x" * 300) for n in range(10)]
+    rows = [a_vertex(group=n) for n in range(10)]
+    await store.write_graph(RUN, term=0, groups=groups, vertices=rows, samples=samples)
+    for version in range(10):
+        manifest = graph.Manifest(version=version)
+        manifest.policies["p"].weights_hash = "x" * 300
+        await store.commit(RUN, manifest, expected_version=version - 1 if version else None)
+    for method, request, field, listed in (
+        ("ListGroups", pb.ListGroupsRequest(run_id=RUN), "groups", store.list_groups(RUN)),
+        ("ListSamples", pb.ListSamplesRequest(run_id=RUN), "samples", store.list_samples(RUN)),
+        (
+            "ListVertices",
+            pb.ListVerticesRequest(run_id=RUN, view=pb.VERTEX_VIEW_FULL),
+            "vertices",
+            collect(store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)),
+        ),
+        (
+            "ListManifests",
+            pb.ListManifestsRequest(run_id=RUN),
+            "manifests",
+            store.list_manifests(RUN),
+        ),
+    ):
+        page = getattr(await store._call(method, request), field)
+        assert 0 < len(page) < 10, method
+        assert len(await listed) == 10, method
+
+
+async def collect(rows) -> list:
+    return [row async for row in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,9 @@ from meg_store.store_harness import (
     a_sample,
     a_vertex,
     closure,
+    ref_on,
     serving,
+    three_shards,
 )
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
@@ -40,9 +42,9 @@ HOME = {
     # What only the home shard knows; a new call of the store is routed or named here.
     "AcquireTerm", "AllocateSegment", "CloseSegment", "Commit", "CreateMicroBatch",
     "CreateSnapshot", "FetchSegment", "FindWholeVersions", "GetManifest", "GetObject", "GetState",
-    "GetStats", "ListManifests", "ListMicroBatches", "ListRuns", "LoseShard", "OpenSegment",
-    "PinVersion", "PutObject", "ReadSegment", "ReturnToWhole", "SaveState", "SealSegment",
-    "StatObject", "UnpinVersion", "UpdateRunStatus",
+    "GetStats", "HoldWrites", "ListManifests", "ListMicroBatches", "ListRuns", "LoseShard",
+    "OpenSegment", "PinVersion", "PutObject", "ReadSegment", "ReturnToWhole", "SaveState",
+    "SealSegment", "StatObject", "UnpinVersion", "UpdateRunStatus",
 }  # fmt: skip
 BY_METHOD = {"CreateRun", "DeleteRun", "GetRun", "GetSampleGraph", "ListVertices", "Watch"}
 """What `RunStore` does itself: over all shards in an order, or as streams."""
@@ -55,27 +57,9 @@ def test_every_call_is_routed_or_the_home_shards():
     assert calls - ROUTES.keys() == HOME | BY_METHOD
 
 
-@asynccontextmanager
-async def three(folder: Path, **settings) -> AsyncIterator[tuple[RunStore, list]]:
-    """A run on three stores in this process."""
-    async with AsyncExitStack() as stack:
-        pairs = []
-        for name in ("s0", "s1", "s2"):
-            (folder / name).mkdir(exist_ok=True)
-            served = serving(folder / name, shard=name, **settings)
-            pairs.append(await stack.enter_async_context(served))
-        shards = [
-            common.ShardAddress(name=shard.config.shard, address=client.address)
-            for client, shard in pairs
-        ]
-        store = await stack.enter_async_context(RunStore.over(shards, patience_s=2.0))
-        await store.create_run(a_run(shards=shards))
-        yield store, [shard for _, shard in pairs]
-
-
 @pytest_asyncio.fixture
 async def sharded(tmp_path) -> AsyncIterator[tuple[RunStore, list]]:
-    async with three(tmp_path) as pair:
+    async with three_shards(tmp_path) as pair:
         yield pair
 
 
@@ -96,11 +80,6 @@ async def fill(store) -> int:
     assert list(response.vertex_outcomes) == 2 * accepted
     assert list(response.sample_outcomes) == accepted
     return term
-
-
-def row(store, vertex: graph.Vertex) -> common.VertexRef:
-    shard = store.shard_of(vertex.meta.group_id)
-    return common.VertexRef(shard=shard, vertex_id=vertex.meta.vertex_id, agent=vertex.meta.agent)
 
 
 class TestRouting:
@@ -173,14 +152,14 @@ class TestRouting:
             end.released[0].row.shard = store.shard_of(vertex.meta.group_id)
             closures.append(end)
         await store.close_groups(RUN, closures, term=term)
-        rows = [row(store, vertex) for vertex in vertices]
+        rows = [ref_on(store, vertex) for vertex in vertices]
         record = graph.MicroBatch(
             micro_batch_id="b000000a0-m0000-p", policy="p", rows=rows, term=term
         )
         await store.create_micro_batch(RUN, record)
         await store.mark_rows(RUN, record.micro_batch_id, rows, term=term)
         reason = common.VOID_REASON_NO_REWARD
-        voided = [pb.VoidedRow(row=row(store, vertex), reason=reason) for vertex in second]
+        voided = [pb.VoidedRow(row=ref_on(store, vertex), reason=reason) for vertex in second]
         await store.void_rows(RUN, voided[1:], term=term)
         counts = await store.count_vertices(
             RUN, batch=0, batch_attempt=0, consumed=[record.micro_batch_id]
@@ -188,7 +167,7 @@ class TestRouting:
         account = counts.policies["p"]
         assert (account.finished, account.consumed) == (2 * NUM_GROUPS, NUM_GROUPS)
         assert dict(account.voided) == {"no_reward": NUM_GROUPS - 1}
-        assert list(counts.open_rows) == [row(store, second[0])]
+        assert list(counts.open_rows) == [ref_on(store, second[0])]
         read = await store.get_vertices(RUN, rows, view=pb.VERTEX_VIEW_META)
         assert [v.meta.vertex_id for v in read] == [ref.vertex_id for ref in rows]
         assert {v.meta.micro_batch_id for v in read} == {record.micro_batch_id}
@@ -255,7 +234,7 @@ class TestWatch:
             await anext(store.watch(RUN, after="7"))
 
     async def test_forgotten_events_of_one_shard_say_where_to_restart(self, tmp_path):
-        async with three(tmp_path, max_events=1024) as (store, _):
+        async with three_shards(tmp_path, max_events=1024) as (store, _):
             async with aclosing(store.watch(RUN)) as watched:
                 news = await anext(watched)
                 while any(position == "0" for position in _positions(news.cursor)):

@@ -14,7 +14,9 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import ExistsError, FlexMarlError, NotFoundError, UnavailableError
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import pins
+from flexmarl.meg_store.disk_room import DiskRoom
 from flexmarl.meg_store.segment_record import FETCHED_FROM
 
 SIZE = 640
@@ -111,11 +113,29 @@ class TestRoomInMemory:
                 await store.set(RUN, "b", [buffer(2)])
             assert await read(store, "a") == (1, pb.SEGMENT_TIER_MEMORY)
 
+    async def test_no_file_takes_what_is_kept_free_on_disk(self, tmp_path, monkeypatch):
+        async with serving(tmp_path) as (store, shard):
+            await store.create_run(a_run())
+            free_bytes = shard.config.min_free_bytes + SIZE - 1
+            monkeypatch.setattr(DiskRoom, "free_bytes", free_bytes)
+            with pytest.raises(FlexMarlError, match="DISK_FULL"):
+                await store.set(RUN, "a", [buffer(1)], tier=pb.SEGMENT_TIER_DISK)
+            assert not list((tmp_path / "segments").iterdir())
+            await put(store, shard, "b", 1)
+            with pytest.raises(FlexMarlError, match="DISK_FULL"):
+                await store.create_snapshot("first")
+            assert not list((tmp_path / "snapshots").iterdir())
+            monkeypatch.undo()
+            assert (await store.create_snapshot("first")).num_segments == 1
+
     async def test_freed_pages_are_written_again(self, tmp_path):
         async with serving(tmp_path) as (store, shard):
             await store.create_run(a_run())
             await put(store, shard, "a", 1)
-            assert await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=0) == 1
+            assert (
+                await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=time.monotonic())
+                == 1
+            )
             writer = await store.allocate_segment(RUN, "b", [BufferSpec("w", "U8", (SIZE,))])
             assert writer.reused
 
@@ -295,6 +315,30 @@ class TestOtherStores:
                 assert (copy.object.shard, copy.object.size_bytes) == ("s1", ref.size_bytes)
             await owner_shard.wait_checksum("w")
             assert owner_shard.segments.num_leases == 0
+
+    async def test_one_transfer_of_a_key_at_a_time_also_after_one_that_failed(
+        self, opened, monkeypatch
+    ):
+        fetches = opened[1].fetches
+        request = pb.FetchSegmentRequest(run_id=RUN, key="w")
+        running = most = 0
+
+        async def fails(_request):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.01)
+            running -= 1
+            raise DomainError(ErrorReason.UNAVAILABLE, "the source is down")
+
+        monkeypatch.setattr(fetches, "_copy", fails)
+        first, second = (asyncio.create_task(fetches.fetch(request)) for _ in range(2))
+        await asyncio.wait([first])
+        third = asyncio.create_task(fetches.fetch(request))  # while the second one is at it
+        failed = await asyncio.gather(first, second, third, return_exceptions=True)
+        assert all(isinstance(error, DomainError) for error in failed)
+        assert most == 1
+        assert not fetches._locks
 
     async def test_damage_on_the_way_is_found(self, tmp_path):
         (tmp_path / "a").mkdir()

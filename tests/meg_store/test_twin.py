@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from meg_store.store_harness import (
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.client.store import StoreClient
-from flexmarl.meg_store.check.store import check_store
+from flexmarl.meg_store.check.store import check_stores
 
 GROUPS = st.integers(0, 3)
 CALLS = st.integers(0, 4)
@@ -59,7 +61,7 @@ class Stores(RuleBasedStateMachine):
         self.stacks: dict[str, AsyncExitStack] = {}
         self.stores: dict[str, StoreClient] = {}
         self.term = 0
-        self.version = 0
+        self.bound = 0
         self.ordinal = 0
         self.owners: dict[str, str] = {}
 
@@ -68,7 +70,14 @@ class Stores(RuleBasedStateMachine):
 
     def open(self, name: str) -> None:
         self.stacks[name] = AsyncExitStack()
-        entered = self.stacks[name].enter_async_context(serving(self.folder, backend=name))
+        served = serving(
+            self.folder,
+            backend=name,
+            sign_of_life_s=0.02,
+            # Kept over restarts: only the host's end takes the memory tier away.
+            shm_dir=self.folder / f"memory-{name}",
+        )
+        entered = self.stacks[name].enter_async_context(served)
         self.stores[name] = self.wait(entered)[0]
 
     def both(self, call: Call) -> Any:
@@ -83,12 +92,14 @@ class Stores(RuleBasedStateMachine):
         self.both(lambda store: _nothing(store.create_run(a_run(columns=[COLUMN]))))
 
     def teardown(self) -> None:
+        if self.stores:
+            self.both(_events)
         for stack in self.stacks.values():
             self.wait(stack.aclose())
         self.loop.close()
         try:
             if self.stacks:
-                assert check_store(self.folder).findings == []
+                assert check_stores([self.folder]).findings == []
         finally:
             shutil.rmtree(self.folder)
 
@@ -215,10 +226,68 @@ class Stores(RuleBasedStateMachine):
             )
         )
 
-    @rule(group=GROUPS)
-    def look_at_sample(self, group: int) -> None:
+    @rule(group=GROUPS, call=CALLS, batch=st.sampled_from([None, 0, 1]))
+    def look_around(self, group: int, call: int, batch: int | None) -> None:
         name = a_sample(group=group).sample_id
+        row = vertex(group, call)
         self.both(lambda s: s.get_sample_graph(RUN, name, critical_path=True))
+        self.both(lambda s: s.get_neighbourhood(RUN, row.meta.vertex_id, hops=2))
+        self.both(lambda s: s.get_vertices(RUN, [ref(row)]))
+        self.both(lambda s: s.describe_agents(RUN, batch=batch))
+        self.both(lambda s: s.list_samples(RUN, batch=batch))
+        self.both(lambda s: _stripped(s.list_groups(RUN, batch=batch), "closed_unix_ns"))
+        self.both(lambda s: s.list_micro_batches(RUN, batch=0))
+
+    @rule()
+    def close_subgraph(self) -> None:
+        self.both(lambda s: s.close_subgraph(RUN, [pb.ClosedSubgraph(policy="p")], term=self.term))
+
+    @rule(key=st.sampled_from(["x", "y"]), fill=st.integers(0, 255), disk=st.booleans())
+    def publish(self, key: str, fill: int, disk: bool) -> None:
+        buffer = Buffer(BufferSpec("w", "U8", (64,)), memoryview(bytes([fill]) * 64))
+        tier = pb.SEGMENT_TIER_DISK if disk else pb.SEGMENT_TIER_MEMORY
+        self.both(lambda s: s.set(RUN, key, [buffer], tier=tier))
+
+    @rule(key=st.sampled_from(["x", "y", "nothing"]))
+    def map_state(self, key: str) -> None:
+        self.both(lambda s: _bytes_of(s, key))
+
+    @rule(version=st.integers(0, 3), key=st.sampled_from(["x", "y"]), stale=st.booleans())
+    def save_state(self, version: int, key: str, stale: bool) -> None:
+        weights = common.ObjectRef(key=key)
+        term = self.bound - stale if self.bound else 0
+        state = graph.StateRecord(policy="p", version=version, term=term, weights=weights)
+        self.both(lambda s: s.save_state(RUN, state))
+        self.both(lambda s: _stripped_one(s.get_state(RUN, "p"), "saved_unix_ns"))
+
+    @rule()
+    def bind(self) -> None:
+        _, self.bound = self.both(lambda s: s.acquire_term(RUN, "policy/p", holder="twin"))
+
+    @rule(version=st.integers(0, 3))
+    def pin(self, version: int) -> None:
+        request = pb.PinVersionRequest(run_id=RUN, version=version, holder="twin", ttl_s=60)
+        request.request_id = f"pin-{self.ordinal}-{version}"
+        self.both(lambda s: _nothing(s._call("PinVersion", request)))
+
+    @rule(status=st.sampled_from(["RUNNING", "STOPPED", "FINISHED", "FAILED"]))
+    def move_run(self, status: str) -> None:
+        to = common.RunStatus.Value(f"RUN_STATUS_{status}")
+        self.both(lambda s: _nothing(s.update_run_status(RUN, to, term=self.term)))
+
+    @rule(delete=st.booleans())
+    def another_run(self, delete: bool) -> None:
+        if delete:
+            self.both(lambda s: s.delete_run("other"))
+        else:
+            self.both(lambda s: _nothing(s.create_run(a_run(run_id="other"))))
+        self.both(_run_ids)
+
+    @rule(content=st.sampled_from([b"a", b"b" * 3000]), offset=st.integers(0, 2))
+    def get_object(self, content: bytes, offset: int) -> None:
+        key = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        self.both(lambda s: s.get_object(key, offset=offset))
+        self.both(lambda s: s.stat_object(key))
 
     @invariant()
     def accounts_agree(self) -> None:
@@ -235,6 +304,41 @@ async def _answer(call: Call, store: StoreClient) -> tuple[str, Any]:
         return "refused", (error.reason, error.message)
 
 
+async def _stripped(awaitable: Awaitable[Any], clock: str) -> list[Any]:
+    """Rows without what the store's own clock said."""
+    rows = list(await awaitable)
+    for row in rows:
+        row.ClearField(clock)
+    return rows
+
+
+async def _stripped_one(awaitable: Awaitable[Any], clock: str) -> Any:
+    row = await awaitable
+    if row is not None:
+        row.ClearField(clock)
+    return row
+
+
+async def _bytes_of(store: StoreClient, key: str) -> bytes:
+    async with store.get(RUN, key) as reader:
+        return bytes(reader.buffers["w"].data)
+
+
+async def _run_ids(store: StoreClient) -> list[str]:
+    return sorted(run.run_id for run in await store.list_runs())
+
+
+async def _events(store: StoreClient) -> list[tuple[int, int]]:
+    """The whole log; what is in it beside the clock's times is what the other calls answer."""
+    seen: list[tuple[int, int]] = []
+    async with aclosing(store.watch(RUN)) as watched:
+        async for news in watched:
+            seen += [(event.cursor, event.kind) for event in news.events]
+            if not news.events:
+                break
+    return seen
+
+
 async def _nothing(awaitable: Awaitable[Any]) -> None:
     """For answers with the store's own clock in them."""
     await awaitable
@@ -244,12 +348,24 @@ async def _collected(rows: Any) -> list[graph.Vertex]:
     return [row async for row in rows]
 
 
+class _ManyStores(Stores):
+    """The same, over far more sequences of calls."""
+
+
+def _settings(*, max_examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        # A failing case is small as it is, and each step of shrinking starts two stores.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
+
+
 TestStores = Stores.TestCase
-TestStores.settings = settings(
-    max_examples=5,
-    stateful_step_count=25,
-    deadline=None,
-    # A failing case is small as it is, and each step of shrinking starts two stores.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
+TestStores.settings = _settings(max_examples=5, steps=25)
 TestStores.pytestmark = [pytest.mark.timeout(120)]
+
+TestManyStores = _ManyStores.TestCase
+TestManyStores.settings = _settings(max_examples=150, steps=50)
+TestManyStores.pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -11,6 +11,7 @@ from meg_store.store_harness import RUN, a_group, a_run, a_sample, a_vertex, ser
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.client.store import StoreClient
+from flexmarl.meg_store import event_log
 
 
 async def collect(store, count: int, **options) -> list[pb.Event]:
@@ -117,6 +118,21 @@ async def test_slow_watcher_reads_the_log_and_misses_nothing(store):
         seen.extend((await anext(watch)).events)
     await watch.aclose()
     assert [e.cursor for e in seen] == list(range(1, 6002))
+
+
+async def test_recent_events_are_bounded_in_bytes_and_the_rest_is_read_from_the_log(
+    opened, monkeypatch
+):
+    monkeypatch.setattr(event_log, "_TAIL_BYTES", 4000)
+    store, shard = opened
+    await store.create_run(a_run())
+    await admit(store, 0, 100)
+    log = shard.database.events.of(RUN)
+    assert 0 < log._tail_bytes <= 4000
+    await store.write_graph(RUN, term=0, samples=[a_sample(output_json=b"x" * 5000)])
+    assert log._tail_bytes == 0
+    await admit(store, 100, 2)
+    assert [e.cursor for e in await collect(store, 104)] == list(range(1, 105))
 
 
 async def test_watch_goes_on_over_a_restart_of_the_store(process):

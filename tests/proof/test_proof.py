@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from proof.chaos import TOLERANCE, Chaos
 from proof.facts import Facts, differences
 from proof.proof_cluster import ProofCluster
+
+Note = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -19,43 +23,45 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-async def test_asynchronous_training_is_synchronous_training(cluster: ProofCluster) -> None:
-    await equal(cluster, versions=2)
+async def test_asynchronous_training_is_synchronous_training(
+    cluster: ProofCluster, proves: Note
+) -> None:
+    await equal(cluster, proves, versions=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_asynchronous_training_is_synchronous_training_over_five_versions(
-    cluster: ProofCluster,
+    cluster: ProofCluster, proves: Note
 ) -> None:
-    await equal(cluster, versions=5)
+    await equal(cluster, proves, versions=5)
 
 
 @pytest.mark.real
 @pytest.mark.timeout(600)
-async def test_deaths_change_nothing(cluster: ProofCluster) -> None:
-    await whole(cluster, num_runs=5)
+async def test_deaths_change_nothing(cluster: ProofCluster, proves: Note) -> None:
+    await whole(cluster, proves, num_runs=5)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-async def test_a_hundred_deaths_change_nothing(cluster: ProofCluster) -> None:
-    await whole(cluster, num_runs=100)
+async def test_a_hundred_deaths_change_nothing(cluster: ProofCluster, proves: Note) -> None:
+    await whole(cluster, proves, num_runs=100)
 
 
-async def equal(cluster: ProofCluster, *, versions: int) -> None:
+async def equal(cluster: ProofCluster, proves: Note, *, versions: int) -> None:
     """Overlap, swaps, early updates and refills against training when the whole batch is there."""
     size = f"versions={versions}"
     overlapping, _ = await cluster.run(f"asynchronous-{versions}", size)
     waiting, _ = await cluster.run(f"synchronous-{versions}", size, "pipeline.overlap=false")
     assert_refilled(overlapping)
     tokens, weights = differences(overlapping, waiting)
-    print(f"{versions} versions, {len(waiting.tokens)} calls: weights equal to {weights:.1e}")
     assert tokens == 0
     assert weights <= TOLERANCE
     for facts in (overlapping, waiting):
         assert (facts.lost, facts.doubled) == (0, 0)
         assert facts.finished == facts.consumed + facts.void
+    proves(f"{versions} versions, {len(waiting.tokens)} calls: weights equal to {weights:.1e}")
 
 
 def assert_refilled(facts: Facts) -> None:
@@ -64,8 +70,8 @@ def assert_refilled(facts: Facts) -> None:
     assert max(ordinal for _, ordinal, _ in facts.tokens) >= 4
 
 
-async def whole(cluster: ProofCluster, *, num_runs: int) -> None:
+async def whole(cluster: ProofCluster, proves: Note, *, num_runs: int) -> None:
     """Killed processes leave the counts of a quiet run."""
     counts = await Chaos(cluster, seed=num_runs).go(num_runs)
-    print(counts.line())
     assert counts.good, counts.line()
+    proves(counts.line())

@@ -103,7 +103,7 @@ RULES: Final[Mapping[str, Rule | None]] = MappingProxyType(
             "CreateMicroBatch", "MarkRows", "SaveState", "Commit", "AllocateSegment",
             "SealSegment", "FetchSegment",
         ),
-        **_rows(_STORE, Role.ADMIN, Reach.CLUSTER, "CreateSnapshot"),
+        **_rows(_STORE, Role.ADMIN, Reach.CLUSTER, "CreateSnapshot", "HoldWrites"),
         # Orchestrator.
         **_rows(_ORCHESTRATOR, Role.READ, Reach.RUN, "GetRunStatus", "WatchProgress"),
         **_rows(_ORCHESTRATOR, Role.SUBMIT, Reach.RUN, "SubmitRun", "ResumeRun", "StopRun"),

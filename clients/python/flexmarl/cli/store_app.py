@@ -11,11 +11,6 @@ from flexmarl.cli.options import DATA_DIR, AsJson, Cluster, DataDir
 
 store_app = typer.Typer(help="Care of a store's data.", no_args_is_help=True)
 
-StoreDir = Annotated[
-    Path | None,
-    typer.Option("--store-dir", help="Data folder of a store; by default the local cluster's."),
-]
-
 
 @store_app.command()
 def snapshot(
@@ -35,32 +30,48 @@ def snapshot(
 
 @store_app.command()
 def restore(
-    source: Annotated[Path, typer.Argument(metavar="SNAPSHOT", help="Folder of a snapshot.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SNAPSHOT...",
+            help="Folders of snapshots; several: one of each store, made together.",
+        ),
+    ],
     data_dir: DataDir = DATA_DIR,
-    store_dir: StoreDir = None,
+    store_dirs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--store-dir",
+            metavar="[SHARD=]FOLDER",
+            help="Data folder of a store, with its shard where several are made; "
+            "by default the local cluster's.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a data folder from a snapshot. Refused where a store is already."""
+    """Make data folders from snapshots. Refused where a store is already."""
     from flexmarl.cli.commands.store import restore as command
 
-    raise typer.Exit(command(source, data_dir=data_dir, store_dir=store_dir))
+    command(sources, data_dir=data_dir, store_dirs=store_dirs or [], as_json=as_json)
 
 
 @store_app.command()
 def check(
-    path: Annotated[
-        Path | None,
+    paths: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="[FOLDER]",
-            help="A snapshot or a store's data folder; by default that of the local cluster.",
+            metavar="[FOLDER]...",
+            help="Snapshots or data folders, one of each store that a run is spread over; "
+            "by default that of the local cluster.",
         ),
     ] = None,
     data_dir: DataDir = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a store that does not run, or a snapshot. Exit code 1: it is damaged."""
+    """Verify stores that do not run, or snapshots. Exit code 1: something is damaged."""
     from flexmarl.cli.commands.store import check as command
 
-    raise typer.Exit(command(path, data_dir=data_dir, as_json=as_json))
+    raise typer.Exit(command(paths or [], data_dir=data_dir, as_json=as_json))
 
 
 @store_app.command()

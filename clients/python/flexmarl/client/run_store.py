@@ -21,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Self, TypeVar
 
 from flexmarl.api.common.v1alpha1 import common_pb2
@@ -33,6 +33,7 @@ from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.channel import Channel
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.near_store import find_near
+from flexmarl.client.request import new_request_id
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.shard_routes import ROUTES
 from flexmarl.client.shard_watch import watch_shards
@@ -208,6 +209,30 @@ class RunStore(StoreClient):
             return
         await self._elsewhere(lambda client: client.delete_run(run_id))
         await self._home.delete_run(run_id)
+
+    async def create_snapshots(self, name: str) -> list[pb.CreateSnapshotResponse]:
+        """Copy every shard under one name, all as they are at one moment.
+
+        Mutations wait on all of them until the tables are copied, a few seconds at most.
+
+        Returns:
+            One for each shard, the home shard first.
+
+        Raises:
+            ExistsError: A shard has a snapshot of this name.
+            RefusedError: Another one is being made, or tables took too long to copy.
+            UnavailableError: A shard does not answer; it is named.
+        """
+        if len(self.shards) == 1:
+            return [await self._home.create_snapshot(name)]
+        hold_id = new_request_id()
+        async with AsyncExitStack() as holds:
+            for client in self.shards.values():
+                await holds.enter_async_context(client.holding_writes(hold_id))
+            made = await self._everywhere(
+                lambda client: client.create_snapshot(name, hold_id=hold_id)
+            )
+        return list(made.values())
 
     # Rows
 

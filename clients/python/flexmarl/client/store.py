@@ -18,7 +18,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.channel import StreamCall
-from flexmarl.client.errors import NotFoundError
+from flexmarl.client.errors import NotFoundError, UnavailableError
 from flexmarl.client.request import new_request_id
 from flexmarl.client.store_segments import StoreSegments
 from flexmarl.core.watch_cursor import read_cursor
@@ -547,9 +547,32 @@ class StoreClient(StoreSegments):
         assert ref is not None
         return ref
 
-    async def create_snapshot(self, name: str) -> pb.CreateSnapshotResponse:
-        """Copy the shard, while it serves, into its folder of snapshots."""
-        request = pb.CreateSnapshotRequest(request_id=new_request_id(), name=name)
+    @asynccontextmanager
+    async def holding_writes(self, hold_id: str) -> AsyncIterator[None]:
+        """Keep the shard's mutations waiting for the block, a few seconds at most.
+
+        Raises:
+            RefusedError: Somebody else holds them.
+            UnavailableError: The store does not answer; it is named.
+        """
+        call: StreamCall = self._stub.HoldWrites(pb.HoldWritesRequest(hold_id=hold_id))
+        try:
+            try:
+                await call.read()
+            except UnavailableError as error:
+                raise self._no_answer(0.0, error) from None
+            yield
+        finally:
+            call.cancel()
+
+    async def create_snapshot(self, name: str, *, hold_id: str = "") -> pb.CreateSnapshotResponse:
+        """Copy the shard, while it serves, into its folder of snapshots.
+
+        Args:
+            name: Name of the snapshot.
+            hold_id: Of `holding_writes`, when other shards are copied with this one.
+        """
+        request = pb.CreateSnapshotRequest(request_id=new_request_id(), name=name, hold_id=hold_id)
         response: pb.CreateSnapshotResponse = await self._call("CreateSnapshot", request)
         return response
 

@@ -61,10 +61,11 @@ async def serve(config: MegStoreConfig) -> None:
             meaning="acknowledged writes survive the death of every process, not of the host",
         )
 
-    async def end_watches() -> None:
+    async def end_waits() -> None:
         shard.database.events.close()
+        shard.database.hold.close()
 
-    server.on_drain(end_watches)
+    server.on_drain(end_waits)
     server.set_ready(True)
     try:
         await server.serve_until_signal()

@@ -69,8 +69,10 @@ class Claims:
             max_tokens: At most this many tokens, but one row at least; 0 means any number.
         """
         prefix = keys.prefix("claim", run_id, policy)
-        window = self._windows.setdefault(prefix, _Window(prefix))
+        window = self._windows.get(prefix) or _Window(prefix)
         self._fill(window, prefix, at_least=max_rows + 1)
+        if window.rows:
+            self._windows[prefix] = window  # not for a name that no policy has
         rows: list[bytes] = []
         num_tokens = 0
         for value in window.rows.values():

@@ -3,7 +3,9 @@
 All decisions run on the event loop. A `Draft` reads its own writes, then writes that are queued but
 not applied yet, then the backend; building a draft never awaits, so decisions are serialised by the
 loop itself. `commit` queues the draft for the writer thread and returns once it is acknowledged.
-Readers outside of drafts see the backend: acknowledged rows, always.
+Readers outside of drafts see the backend: what is acknowledged, and what the writer is flushing at
+that moment. The log is flushed in order, so whatever is decided on the latter is never durable
+before it; a flush that fails ends the process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import TABLES, Backend, Batch, Table
 from flexmarl.meg_store.event_log import EventLogs
+from flexmarl.meg_store.write_hold import WriteHold
 from flexmarl.meg_store.writer import Job, Writer
 
 _HASH_BYTES = 16
@@ -113,6 +116,7 @@ class Database:
         self._pending: list[dict[bytes, tuple[bytes | None, Batch]]] = [{} for _ in TABLES]
         self._sequences: dict[str, int] = {}
         self.queued_bytes = 0
+        self.hold = WriteHold(max_waiting_bytes=config.max_queued_bytes)
         self.writer = Writer(backend, loop=asyncio.get_running_loop(), on_fatal=on_fatal)
         self.writer.start()
 
@@ -255,6 +259,8 @@ class Database:
                 ErrorReason.INVALID_ARGUMENT,
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
+        if self.hold.is_held:
+            await self.hold.passed(len(payload))
         draft = self.begin(essential=essential)
         digest = hashlib.sha256(payload).digest()[:_HASH_BYTES]
         key = keys.join("id", run_id, request_id)

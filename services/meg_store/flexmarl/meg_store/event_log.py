@@ -18,6 +18,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Backend, Batch, Table
 
 _TAIL_EVENTS = 4096
+_TAIL_BYTES = 16 << 20
 _PAGE_EVENTS = 256
 _PAGE_BYTES = 1 << 20
 _TRIM_EVERY = 1024
@@ -49,7 +50,8 @@ class RunLog:
         self._max_events = max_events
         self._prefix = keys.prefix(run_id)
         self._end = keys.after(self._prefix)
-        self._tail: deque[StoredEvent] = deque(maxlen=_TAIL_EVENTS)
+        self._tail: deque[StoredEvent] = deque()
+        self._tail_bytes = 0
         self._changed = asyncio.Event()
         first = next(backend.scan(Table.EVENTS, self._prefix, self._end), None)
         last = next(backend.scan(Table.EVENTS, self._prefix, self._end, reverse=True), None)
@@ -72,6 +74,9 @@ class RunLog:
     def publish(self, event: StoredEvent) -> None:
         """Let watchers see an acknowledged event; events come in order."""
         self._tail.append(event)
+        self._tail_bytes += len(event.data)
+        while len(self._tail) > _TAIL_EVENTS or self._tail_bytes > _TAIL_BYTES:
+            self._tail_bytes -= len(self._tail.popleft().data)
         self.published = event.cursor
         self._wake()
 

@@ -159,7 +159,7 @@ class _Call:
         known = self._draft.get(Table.ROWS, key)
         same = known is not None and self._is_same(key, known, columns, payload)
         outcome = graph_rules.decide_vertex(
-            known=known is not None,
+            known=known is not None or self._is_another_agents(vertex_id),
             same=same,
             late=not self._is_group_open(meta.group_id) or self._is_sample_over(meta.sample_id),
             subgraph_closed=self._is_closed(meta),
@@ -219,6 +219,14 @@ class _Call:
         digest = hashlib.sha256(value).digest()[:8]
         self._draft.put(Table.LATE, keys.prefix(self._run_id, row_id) + digest, value)
         self.num_late += 1
+
+    def _is_another_agents(self, vertex_id: str) -> bool:
+        """Whether a vertex that is not in its agent's table was accepted for another agent lately.
+
+        To look into every agent's table would double what a row costs; a call that is repeated
+        as another agent's follows soon, and `store check` finds the rest.
+        """
+        return vertex_id in self._new_edges or (self._run_id, vertex_id) in self._recent
 
     def _is_same(self, key: bytes, known: bytes, columns: bytes, payload: bytes) -> bool:
         if known != columns:

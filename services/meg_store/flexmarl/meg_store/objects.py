@@ -21,6 +21,7 @@ from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft
+from flexmarl.meg_store.paging import patient
 
 MAX_OBJECT_BYTES = 1 << 30
 PIECE_BYTES = 1 << 20
@@ -71,6 +72,7 @@ class Objects:
     def __init__(self, database: Database, *, shard: str) -> None:
         self._database = database
         self._shard = shard
+        self._orphan_since: dict[bytes, float] = {}
 
     async def sweep_uploads(self) -> int:
         """Remove the pieces of uploads that never ended; called at start, before any upload."""
@@ -83,17 +85,32 @@ class Objects:
             await self._database.commit(draft)
         return len(left)
 
-    async def sweep_orphans(self, *, ttl_s: float, now_ns: int) -> int:
-        """Remove objects without references that are older than `ttl_s`."""
+    async def sweep_orphans(self, *, ttl_s: float, now: float) -> int:
+        """Remove objects that have had no reference for `ttl_s`.
+
+        Time runs from the first sweep that saw an object without references, by the monotonic
+        clock: neither a jump of the wall clock nor a restart ends one early.
+
+        Args:
+            ttl_s: How long one lives without references.
+            now: Monotonic seconds.
+        """
+        since: dict[bytes, float] = {}
+        objects = self._database.scan(Table.META, keys.prefix("object"))
+        async for key, value in patient(objects):
+            if ObjectRecord.decode(value).reference_count <= 0:
+                since[key] = self._orphan_since.get(key, now)
+        self._orphan_since = since
         draft = self._database.begin(essential=True)
-        oldest = now_ns - int(ttl_s * 1e9)
         removed = 0
-        for key, value in self._database.scan(Table.META, keys.prefix("object")):
-            record = ObjectRecord.decode(draft.get(Table.META, key) or value)
-            if record.reference_count <= 0 and record.created_unix_ns < oldest:
-                draft.delete(Table.META, key)
-                _delete_pieces(draft, record.upload)
-                removed += 1
+        for key in [key for key, seen in since.items() if seen <= now - ttl_s]:
+            value = draft.get(Table.META, key)
+            record = None if value is None else ObjectRecord.decode(value)
+            if record is None or record.reference_count > 0:
+                continue  # removed, or referred to, since it was read
+            draft.delete(Table.META, key)
+            _delete_pieces(draft, record.upload)
+            removed += 1
         if removed:
             await self._database.commit(draft)
         return removed

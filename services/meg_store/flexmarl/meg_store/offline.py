@@ -1,7 +1,9 @@
-"""`python -m flexmarl.meg_store.offline check FOLDER | restore SNAPSHOT FOLDER`.
+"""What the command line does with stores at rest; it knows no database itself.
 
-For the command line, which knows no database: prints one JSON object, with a key `error` instead of
-a result when there is none.
+    python -m flexmarl.meg_store.offline check FOLDER...
+    python -m flexmarl.meg_store.offline restore SNAPSHOT... --to [SHARD=]FOLDER...
+
+Prints one JSON object, with a key `error` instead of a result when there is none.
 """
 
 from __future__ import annotations
@@ -12,19 +14,34 @@ from pathlib import Path
 from typing import Any
 
 from flexmarl.core.errors import DomainError
-from flexmarl.meg_store.check.store import check_store
-from flexmarl.meg_store.snapshots import restore
+from flexmarl.meg_store.check.store import check_stores
+from flexmarl.meg_store.restore import restore
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:
     match arguments:
-        case ["check", folder]:
-            return check_store(Path(folder)).as_json()
-        case ["restore", snapshot, folder]:
-            listed = restore(Path(snapshot), Path(folder))
-            return {"objects": len(listed.objects), "segments": len(listed.segments)}
+        case ["check", _, *_]:
+            return check_stores([Path(folder) for folder in arguments[1:]]).as_json()
+        case ["restore", *rest] if "--to" in rest:
+            end = rest.index("--to")
+            return _restore(rest[:end], rest[end + 1 :])
         case _:
             return {"error": __doc__}
+
+
+def _restore(snapshots: list[str], folders: list[str]) -> dict[str, Any]:
+    made = restore([Path(snapshot) for snapshot in snapshots], folders)
+    return {
+        "stores": [
+            {
+                "shard": each.listed.shard,
+                "folder": str(each.folder),
+                "objects": len(each.listed.objects),
+                "segments": len(each.listed.segments),
+            }
+            for each in made
+        ]
+    }
 
 
 def main() -> None:

@@ -9,10 +9,14 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
+from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
+
 T = TypeVar("T")
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
+PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+"""A page ends with the row that reaches this, so that it fits into a message."""
 _YIELD_EVERY = 256
 
 

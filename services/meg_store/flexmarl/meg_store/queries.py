@@ -21,7 +21,7 @@ from flexmarl.meg_store import wire
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.database import Database
-from flexmarl.meg_store.paging import Token, page_size, patient
+from flexmarl.meg_store.paging import PAGE_BYTES, Token, page_size, patient
 from flexmarl.meg_store.rows import vertex_not_found
 from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.vertex_listing import batch_stem
@@ -95,9 +95,10 @@ class Queries:
         def take(value: bytes) -> bool:
             sample = graph_pb2.Sample.FromString(value)
             fits = not request.HasField("batch") or sample.batch == request.batch
-            if fits and request.group_id in ("", sample.group_id):
+            fits = fits and request.group_id in ("", sample.group_id)
+            if fits:
                 response.samples.append(sample)
-            return len(response.samples) >= page_size(request.page_size)
+            return fits
 
         batch = request.batch if request.HasField("batch") else None
         stem = batch_stem(batch, evaluation=request.evaluation)
@@ -105,9 +106,7 @@ class Queries:
             stem = request.group_id + "-"
         response.next_page_token = await self._page(
             keys.prefix("sample", request.run_id) + stem.encode(),
-            request.run_id,
-            _scope(request),
-            request.page_token,
+            request,
             take,
         )
         return response
@@ -122,16 +121,15 @@ class Queries:
 
         def take(value: bytes) -> bool:
             group = graph_pb2.Group.FromString(value)
-            if not request.HasField("batch") or group.batch == request.batch:
+            fits = not request.HasField("batch") or group.batch == request.batch
+            if fits:
                 response.groups.append(group)
-            return len(response.groups) >= page_size(request.page_size)
+            return fits
 
         batch = request.batch if request.HasField("batch") else None
         response.next_page_token = await self._page(
             keys.prefix("group", request.run_id) + batch_stem(batch).encode(),
-            request.run_id,
-            _scope(request),
-            request.page_token,
+            request,
             take,
         )
         return response
@@ -178,18 +176,23 @@ class Queries:
     async def _page(
         self,
         prefix: bytes,
-        run_id: str,
-        scope: bytes,
-        page_token: str,
+        request: pb.ListSamplesRequest | pb.ListGroupsRequest,
         take: Callable[[bytes], bool],
     ) -> str:
-        self._runs.require(run_id)
-        token = Token(scope)
-        after = token.read(page_token)
+        """Give rows to `take`, which says whether it wants them; returns the next page's token."""
+        self._runs.require(request.run_id)
+        token = Token(_scope(request))
+        after = token.read(request.page_token)
         start = max(prefix, after + b"\0") if after else prefix
         pairs = self._database.backend.scan(Table.GRAPH, start, keys.after(prefix))
+        limit = page_size(request.page_size)
+        taken = size_bytes = 0
         async for key, value in patient(pairs):
-            if take(value):
+            if not take(value):
+                continue
+            taken += 1
+            size_bytes += len(value)
+            if taken >= limit or size_bytes >= PAGE_BYTES:
                 return token.write(key).decode()
         return ""
 

@@ -115,7 +115,7 @@ class Runs:
             )
         if run.run_id in self._entries:
             stored = self.read(run.run_id)
-            if _identity(stored) != _identity(run):
+            if identity(stored) != identity(run):
                 raise DomainError(
                     ErrorReason.ALREADY_EXISTS,
                     f"run {run.run_id!r} exists with other content; choose another run id",
@@ -293,7 +293,7 @@ def _move_shards(run: graph_pb2.Run, shards: Sequence[common_pb2.ShardAddress]) 
     return moved
 
 
-def _identity(run: graph_pb2.Run) -> bytes:
+def identity(run: graph_pb2.Run) -> bytes:
     """What makes a run the same one: not its state, nor the port that a shard listens on today."""
     kept = graph_pb2.Run()
     kept.CopyFrom(run)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +47,8 @@ class SegmentFetches:
         self._database = database
         self._segments = segments
         self._tiers = tiers
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        """Lock of each key, and how many calls hold it or wait for it."""
 
     async def fetch(self, request: pb.FetchSegmentRequest) -> pb.FetchSegmentResponse:
         """Copy a segment of another store; one that is here is answered.
@@ -56,17 +57,29 @@ class SegmentFetches:
             DomainError: RUN_NOT_FOUND, SEGMENT_NOT_FOUND, CONTENT_MISMATCH, CHECKSUM_MISMATCH,
                 DISK_FULL, UNAVAILABLE naming the source.
         """
-        lock = self._locks.setdefault(request.key, asyncio.Lock())
+        async with self._alone(request.key):
+            known = self._segments.find(request.key)
+            if known is not None and known.sealed and known.files:
+                return pb.FetchSegmentResponse(object=known.view.object)
+            copied = await self._copy(request)
+            return pb.FetchSegmentResponse(object=copied, streamed=True)
+
+    @asynccontextmanager
+    async def _alone(self, key: str) -> AsyncIterator[None]:
+        """One transfer of a key at a time; who waits is bounded by the deadline of its call.
+
+        The lock lives as long as any call wants it: two locks of one key would let two transfers
+        seal each other's half of a file.
+        """
+        lock, users = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = (lock, users + 1)
         try:
-            async with lock:  # bounded by the deadline of the call
-                known = self._segments.find(request.key)
-                if known is not None and known.sealed and known.files:
-                    return pb.FetchSegmentResponse(object=known.view.object)
-                copied = await self._copy(request)
-                return pb.FetchSegmentResponse(object=copied, streamed=True)
+            async with lock:
+                yield
         finally:
-            if not lock.locked():
-                self._locks.pop(request.key, None)
+            lock, users = self._locks.pop(key)
+            if users > 1:
+                self._locks[key] = (lock, users - 1)
 
     async def _copy(self, request: pb.FetchSegmentRequest) -> common_pb2.ObjectRef:
         source = request.source

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +59,22 @@ class SegmentFiles:
         disk_dir: Folder on disk.
         memory_bytes: Bound of the memory tier, its pool included.
         pool_bytes: Bound of the pool.
+        check_room: Raises DISK_FULL where the disk has no room for this many bytes.
     """
 
     def __init__(
-        self, *, memory_dir: Path, disk_dir: Path, memory_bytes: int, pool_bytes: int
+        self,
+        *,
+        memory_dir: Path,
+        disk_dir: Path,
+        memory_bytes: int,
+        pool_bytes: int,
+        check_room: Callable[[int], None],
     ) -> None:
         self.folders = {MEMORY: memory_dir, DISK: disk_dir}
         self.memory_bytes = memory_bytes
         self._pool_max_bytes = pool_bytes
+        self._check_room = check_room
         self._pool: list[SegmentFile] = []
         self._in_use: dict[Path, int] = {}
         self.used_bytes = {MEMORY: 0, DISK: 0}
@@ -94,6 +102,7 @@ class SegmentFiles:
         Raises:
             DomainError: DISK_FULL.
         """
+        self._check_room(size_bytes)
         file = await self._make_fresh(key, size_bytes, DISK)
         if file is None:
             raise DomainError(

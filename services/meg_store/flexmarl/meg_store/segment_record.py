@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class Segment:
     """Its record is gone; the file goes with the last lease."""
     copy: SegmentFile | None = None
     """On disk, beside `file` in memory."""
+    known_since: float = field(default_factory=time.monotonic)
+    """When this process made, sealed or found it; monotonic seconds."""
     used_at: float = 0.0
     """When it was last sealed, opened or closed; monotonic seconds."""
 

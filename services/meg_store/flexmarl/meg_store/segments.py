@@ -279,6 +279,9 @@ class Segments:
     async def sweep(self, *, orphan_ttl_s: float, lease_max_s: float, now: float) -> int:
         """Free what nobody named within `orphan_ttl_s`; forget leases older than `lease_max_s`.
 
+        Ages are those that this process has seen, by the monotonic clock: neither a jump of the
+        wall clock nor a restart ends a segment that is about to be named.
+
         Returns:
             Number of segments freed.
         """
@@ -287,11 +290,10 @@ class Segments:
                 if since < now - lease_max_s:
                     segment.is_ours = False  # its reader may still map it: never reuse the pages
                     self.close(lease)
-        oldest_ns = time.time_ns() - int(orphan_ttl_s * 1e9)
         orphans = [
             s
             for s in self._segments.values()
-            if not s.referenced and not s.leases and s.created_unix_ns < oldest_ns
+            if not s.referenced and not s.leases and s.known_since <= now - orphan_ttl_s
         ]
         draft = self._database.begin(essential=True)
         for segment in orphans:

@@ -23,6 +23,7 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import wire
 from flexmarl.meg_store.database import Draft
+from flexmarl.meg_store.paging import MAX_PAGE
 from flexmarl.meg_store.segment_fetch import read_pieces
 from flexmarl.meg_store.shard import Shard
 
@@ -79,7 +80,7 @@ class Servicer:
         if token and token not in ids:
             raise ValueError("page_token is not of this query")
         start = ids.index(token) + 1 if token else 0
-        page = ids[start : start + (call.message.page_size or 100)]
+        page = ids[start : start + min(call.message.page_size or 100, MAX_PAGE)]
         more = start + len(page) < len(ids)
         return pb.ListRunsResponse(
             runs=[self.shard.runs.describe(run_id) for run_id in page],
@@ -305,6 +306,16 @@ class Servicer:
         """See the contract."""
         self.shard.segments.close(call.message.lease_id)
         return pb.CloseSegmentResponse()
+
+    async def HoldWrites(self, call: Call, _: Context) -> AsyncIterator[pb.HoldWritesResponse]:
+        """See the contract; ends with the hold, and the hold with the stream."""
+        hold, hold_id = self.shard.database.hold, call.message.hold_id
+        hold.begin(hold_id)
+        try:
+            yield pb.HoldWritesResponse()
+            await hold.ended()
+        finally:
+            hold.end(hold_id)
 
     async def CreateSnapshot(self, call: Call, _: Context) -> pb.CreateSnapshotResponse:
         """See the contract; the folder, with the request id in it, is what makes it repeatable."""

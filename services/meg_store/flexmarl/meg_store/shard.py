@@ -85,6 +85,7 @@ class Shard:
             disk_dir=config.data_dir / "segments",
             memory_bytes=config.memory_tier_bytes,
             pool_bytes=config.reuse_pool_bytes,
+            check_room=self._room.check,
         )
         self.node = NodeFile(config.memory_dir)
         self.segments = Segments(
@@ -119,7 +120,11 @@ class Shard:
             start=start,
         )
         self.snapshots = Snapshots(
-            self.database, self.segments, folder=config.data_dir / "snapshots", shard=config.shard
+            self.database,
+            self.segments,
+            folder=config.data_dir / "snapshots",
+            shard=config.shard,
+            check_room=self._room.check,
         )
 
     async def recover(self) -> None:
@@ -197,11 +202,11 @@ class Shard:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.config.sweep_every_s)
-            ttl_s = self.config.orphan_ttl_s
+            ttl_s, now = self.config.orphan_ttl_s, time.monotonic()
             try:
-                objects = await self.objects.sweep_orphans(ttl_s=ttl_s, now_ns=time.time_ns())
+                objects = await self.objects.sweep_orphans(ttl_s=ttl_s, now=now)
                 segments = await self.segments.sweep(
-                    orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=time.monotonic()
+                    orphan_ttl_s=ttl_s, lease_max_s=self.config.lease_max_s, now=now
                 )
             except DomainError as error:  # a damaged block: other rooms' sweeps go on
                 _log.warning("sweep_put_off", reason=error.reason.value)

@@ -18,6 +18,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft
+from flexmarl.meg_store.paging import PAGE_BYTES
 from flexmarl.meg_store.pins import Pins
 from flexmarl.meg_store.runs import RunEntry, Runs
 from flexmarl.meg_store.segments import Segments
@@ -223,13 +224,17 @@ class Training:
         return None if value is None else graph_pb2.Manifest.FromString(value)
 
     def manifests(self, run_id: str, *, start: int, limit: int) -> Iterator[graph_pb2.Manifest]:
-        """Manifests from a version on, oldest first."""
+        """Manifests from a version on, oldest first, as many as fit into a message."""
         self._runs.require(run_id)
         first = keys.numbered(start, "manifest", run_id)
         end = keys.after(keys.prefix("manifest", run_id))
         pairs = self._database.backend.scan(Table.META, first, end)
+        size_bytes = 0
         for (_, value), _ in zip(pairs, range(limit), strict=False):
             yield graph_pb2.Manifest.FromString(value)
+            size_bytes += len(value)
+            if size_bytes >= PAGE_BYTES:
+                return
 
     def _retire(
         self,

@@ -16,15 +16,13 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.vertex_order import rank
 from flexmarl.core import store_keys as keys
-from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 from flexmarl.meg_store import wire
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.claims import is_claimable
 from flexmarl.meg_store.database import Database
-from flexmarl.meg_store.paging import Token, page_size, patient
+from flexmarl.meg_store.paging import PAGE_BYTES, Token, page_size, patient
 from flexmarl.meg_store.runs import Runs
 
-_PAGE_BYTES: Final = MAX_MESSAGE_BYTES // 2
 _MAX_SCANNED: Final = 20_000
 _RANK: Final = struct.Struct(">q")
 
@@ -78,7 +76,7 @@ class VertexListing:
         size_bytes = scanned = 0
         async for key, value in self._candidates(request, after):
             scanned += 1
-            if scanned > _MAX_SCANNED or len(parts) >= limit or size_bytes >= _PAGE_BYTES:
+            if scanned > _MAX_SCANNED or len(parts) >= limit or size_bytes >= PAGE_BYTES:
                 return parts, after
             after = key
             if tests and not _fits(graph_pb2.VertexMeta.FromString(value), tests):
@@ -108,7 +106,7 @@ class VertexListing:
         for place in best[:limit]:
             parts.append(self._vertex(request, place.key, place.meta))
             size_bytes += len(parts[-1])
-            if size_bytes >= _PAGE_BYTES:
+            if size_bytes >= PAGE_BYTES:
                 break
         if len(parts) == len(best):
             return parts, b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,8 +39,7 @@ def snapshot(
     async def make(store: RunStore, _folder: ClusterFolder) -> list[pb.CreateSnapshotResponse]:
         if run_id:
             await store.get_run(run_id)
-        # The home shard first: the others then hold every row that its records name.
-        return [await client.create_snapshot(chosen) for client in store.shards.values()]
+        return await store.create_snapshots(chosen)
 
     answers = with_store(make, data_dir=data_dir, cluster=cluster)
     if as_json:
@@ -49,13 +48,15 @@ def snapshot(
         return
     for made in answers:
         print_line(
-            f"{made.path}: {made.num_objects} objects, {made.num_segments} segments of "
-            f"{made.segment_bytes / 2**20:.1f} MiB; `flexmarl store restore` makes a store of it"
+            f"{made.path}: store shard {made.shard}, {made.num_objects} objects, "
+            f"{made.num_segments} segments of {made.segment_bytes / 2**20:.1f} MiB; "
+            "`flexmarl store restore` makes a store of it"
         )
 
 
 def _snapshot_row(made: pb.CreateSnapshotResponse) -> dict[str, Any]:
     return {
+        "shard": made.shard,
         "path": made.path,
         "objects": made.num_objects,
         "segments": made.num_segments,
@@ -63,37 +64,58 @@ def _snapshot_row(made: pb.CreateSnapshotResponse) -> dict[str, Any]:
     }
 
 
-def restore(source: Path, *, data_dir: Path, store_dir: Path | None) -> int:
-    """Make a data folder from a snapshot; returns the exit code.
+def restore(
+    sources: Sequence[Path], *, data_dir: Path, store_dirs: Sequence[str], as_json: bool
+) -> None:
+    """Make data folders from snapshots.
+
+    Raises:
+        CliError: A folder is missing or does not fit, or the store's package is not installed.
+    """
+    folders = list(store_dirs)
+    if not folders and len(sources) == 1:
+        folders = [str(ClusterFolder(data_dir.resolve()).service(STORE))]
+    answer = _offline("restore", *map(_folder, sources), "--to", *folders)
+    if as_json:
+        print_json(answer["stores"])
+        return
+    for made in answer["stores"]:
+        print_line(
+            f"{made['folder']}: store shard {made['shard']}, {made['objects']} objects, "
+            f"{made['segments']} segments"
+        )
+
+
+def check(paths: Sequence[Path], *, data_dir: Path, as_json: bool) -> int:
+    """Verify folders; returns the exit code.
 
     Raises:
         CliError: There is no such folder, or the store's package is not installed.
     """
-    target = store_dir or ClusterFolder(data_dir.resolve()).service(STORE)
-    answer = _offline("restore", _folder(source), target.resolve())
-    print_line(f"{target}: {answer['objects']} objects, {answer['segments']} segments")
-    return 0
-
-
-def check(path: Path | None, *, data_dir: Path, as_json: bool) -> int:
-    """Verify a folder; returns the exit code.
-
-    Raises:
-        CliError: There is no such folder, or the store's package is not installed.
-    """
-    target = path or ClusterFolder(data_dir.resolve()).service(STORE)
-    answer = _offline("check", _folder(target))
+    targets = paths or [ClusterFolder(data_dir.resolve()).service(STORE)]
+    answer = _offline("check", *map(_folder, targets))
     if as_json:
         print_json(answer)
     else:
-        counted = ", ".join(f"{number} {what}" for what, number in answer["checked"].items())
-        print_line(f"{target}: checked {counted}")
-        if answer["findings"]:
-            print_table(answer["findings"], ["kind", "where", "what"])
-        if answer["unlisted"]:
-            print_line(f"... and {answer['unlisted']} more")
-        print_line("damaged" if answer["findings"] else "no damage found")
+        _print_report(answer)
     return 1 if answer["findings"] else 0
+
+
+def _print_report(answer: Mapping[str, Any]) -> None:
+    for store in answer["stores"]:
+        print_line(f"{store['folder']}: store shard {store['shard']}")
+    counted = ", ".join(f"{number} {what}" for what, number in answer["checked"].items())
+    print_line(f"checked {counted}")
+    if answer["findings"]:
+        print_table(answer["findings"], ["shard", "kind", "where", "what"])
+    if answer["unlisted"]:
+        print_line(f"... and {answer['unlisted']} more")
+    for run_id, shards in answer["left_out"].items():
+        print_line(
+            f"{run_id} also lies on {', '.join(shards)}: give those folders, too, to have "
+            "marks, references and counts compared over all its stores"
+        )
+    print_line("damaged" if answer["findings"] else "no damage found")
 
 
 def _folder(path: Path) -> Path:

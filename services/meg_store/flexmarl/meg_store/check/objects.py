@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterable
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.segments import hash_file
 from flexmarl.core import store_keys as keys
-from flexmarl.meg_store.backend import Backend, Table
-from flexmarl.meg_store.check.report import CheckReport
+from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.check.opened import OpenStore
 from flexmarl.meg_store.objects import ObjectRecord, piece_key
 from flexmarl.meg_store.segment_record import Segment
 
 
-def check_objects(backend: Backend, references: Counter[str], report: CheckReport) -> None:
+def check_run_objects(store: OpenStore, run_id: str, object_keys: Iterable[str]) -> None:
+    """Check that the objects that a run itself refers to are there."""
+    for name in object_keys:
+        store.report.expect(
+            store.backend.get(Table.META, keys.join("object", name)) is not None,
+            "reference",
+            run_id,
+            f"object {name} is missing",
+        )
+
+
+def check_objects(store: OpenStore, references: Counter[str]) -> None:
     """Check every object.
 
     Args:
-        backend: The data.
+        store: The store.
         references: How many rows and runs refer to each, by key.
-        report: Where findings go.
     """
-    prefix = keys.prefix("object")
-    for _, value in backend.scan(Table.META, prefix, keys.after(prefix)):
-        record = ObjectRecord.decode(value)
+    report = store.report
+    for key, value in store.scan(Table.META, "object"):
         report.checked["objects"] += 1
-        where = f"object {record.ref.key}"
+        where = f"object {key.decode().partition(chr(0))[2]}"
+        record = report.read("object", where, ObjectRecord.decode, value)
+        if record is None:
+            continue
         expected = references[record.ref.key]
         report.expect(
             record.reference_count == expected,
@@ -37,7 +49,7 @@ def check_objects(backend: Backend, references: Counter[str], report: CheckRepor
         )
         digest, size_bytes = hashlib.sha256(), 0
         for index in range(record.num_pieces):
-            piece = backend.get(Table.BLOBS, piece_key(record.upload, index))
+            piece = store.backend.get(Table.BLOBS, piece_key(record.upload, index))
             if piece is None:
                 report.add("object", where, f"piece {index} of {record.num_pieces} is missing")
                 break
@@ -53,21 +65,18 @@ def check_objects(backend: Backend, references: Counter[str], report: CheckRepor
             )
 
 
-def check_segments(backend: Backend, folder: Path, report: CheckReport) -> None:
+def check_segments(store: OpenStore) -> None:
     """Check every sealed segment whose file is there; one of the memory tier may be lost.
 
-    Args:
-        backend: The data.
-        folder: The data folder or snapshot: its `segments` stand for those of the disk tier.
-        report: Where findings go.
+    The folder's own `segments` stand for those of the disk tier: a snapshot has copies there.
     """
-    prefix = keys.prefix("segment")
-    for _, value in backend.scan(Table.META, prefix, keys.after(prefix)):
-        segment = Segment.decode(value)
-        if not segment.sealed:
+    report = store.report
+    for key, value in store.scan(Table.META, "segment"):
+        where = f"segment {key.decode().partition(chr(0))[2]}"
+        segment = report.read("segment", where, Segment.decode, value)
+        if segment is None or not segment.sealed:
             continue
-        where = f"segment {segment.key}"
-        copy = folder / "segments" / segment.file.path.name
+        copy = store.folder / "segments" / segment.file.path.name
         path = copy if copy.exists() else segment.file.path
         if not path.exists():
             report.checked["segments not here"] += 1

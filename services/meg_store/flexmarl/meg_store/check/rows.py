@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -16,11 +18,11 @@ from flexmarl.core.batch_account import BatchAccount
 from flexmarl.core.errors import DomainError
 from flexmarl.core.ids import is_evaluation
 from flexmarl.meg_store import vertex_checks
-from flexmarl.meg_store.backend import Backend, Table
-from flexmarl.meg_store.check.report import CheckReport
+from flexmarl.meg_store.backend import Table
+from flexmarl.meg_store.check.opened import OpenStore
 from flexmarl.meg_store.claims import claim_key, claim_value, is_claimable
 
-_LATER = ("reward", "advantage", "void_reason", "micro_batch_id")
+_LATER = ("reward", "advantage", "void_reason", "micro_batch_id", "merged_into")
 """What the rows get after they were written."""
 
 
@@ -29,61 +31,87 @@ class RowFacts:
     """What the other checks need of one run's rows.
 
     Attributes:
+        groups: Shard that each group was lost with, by group id; empty for those that are here.
         marked: Micro-batch of each marked row, by vertex id.
         objects: How many rows refer to each object, by key.
         accounts: Account of each batch attempt, by (batch, attempt).
     """
 
+    groups: dict[str, str] = field(default_factory=dict)
     marked: dict[str, str] = field(default_factory=dict)
     objects: Counter[str] = field(default_factory=Counter)
     accounts: dict[tuple[int, int], BatchAccount] = field(default_factory=dict)
 
 
 class RowCheck:
-    """Checks one run's rows, agent by agent, then the edges of each sample.
+    """Checks one run's rows on one shard, sample by sample.
 
     Args:
-        backend: The data.
-        run: The run.
-        report: Where findings go.
-        shard: Name of the shard.
+        store: The shard.
+        run: The run, as this shard has it.
         consumed: Consumed micro-batches of each committed batch attempt.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        store: OpenStore,
         run: graph_pb2.Run,
-        report: CheckReport,
         *,
-        shard: str,
         consumed: Mapping[tuple[int, int], frozenset[str]],
     ) -> None:
-        self._backend = backend
-        self._shard = shard
+        self._store = store
+        self._backend = store.backend
+        self._shard = store.shard
+        self._report = store.report
         self._run_id = run.run_id
         self._columns = {column.name: int(column.type) for column in run.columns}
         self._required = [column.name for column in run.columns if column.required]
-        self._report = report
         self._consumed = consumed
-        self._groups: set[str] = set()
         self._num_claimable = 0
         self.facts = RowFacts()
 
     def run(self) -> RowFacts:
         """Check everything."""
         self._read_groups()
-        edges: dict[str, dict[str, list[str]]] = defaultdict(dict)
-        for key, value in self._scan(Table.ROWS, keys.prefix(self._run_id)):
-            self._report.checked["rows"] += 1
-            meta = self._row(key, value)
-            if meta is not None:
-                edges[meta.sample_id][meta.vertex_id] = list(meta.upstream_vertex_ids)
-        for sample_edges in edges.values():
-            self._check_edges(sample_edges)
+        agents = list(self._agents())
+        # Each agent's table is sorted by vertex id: merged, a sample's vertices come together, and
+        # no more than one sample is held in memory.
+        merged = heapq.merge(*map(self._rows_of, agents), key=lambda pair: pair[0])
+        for _, pairs in itertools.groupby(merged, key=lambda pair: pair[0].partition("/")[0]):
+            self._check_sample(pairs)
+        self._check_agents(agents)
         self._check_payloads()
         self._check_claims()
         return self.facts
+
+    def _agents(self) -> Iterator[str]:
+        """Agents that have rows, whether they are listed or not."""
+        start = keys.prefix(self._run_id)
+        end = keys.after(start)
+        while (first := next(self._backend.scan(Table.ROWS, start, end), None)) is not None:
+            agent = first[0].decode().split("\0")[1]
+            yield agent
+            start = keys.after(keys.prefix(self._run_id, agent))
+
+    def _rows_of(self, agent: str) -> Iterator[tuple[str, graph_pb2.VertexMeta]]:
+        """The readable rows of an agent's table, by vertex id."""
+        for key, value in self._store.scan(Table.ROWS, self._run_id, agent):
+            self._report.checked["rows"] += 1
+            meta = self._row(key, value)
+            if meta is not None:
+                yield key.decode().rpartition("\0")[2], meta
+
+    def _check_sample(self, pairs: Iterable[tuple[str, graph_pb2.VertexMeta]]) -> None:
+        edges: dict[str, list[str]] = {}
+        for vertex_id, meta in pairs:
+            self._report.expect(
+                vertex_id not in edges,
+                "row",
+                f"{self._run_id} vertex {vertex_id}",
+                "is in the tables of two agents",
+            )
+            edges[vertex_id] = list(meta.upstream_vertex_ids)
+        self._check_edges(edges)
 
     def _row(self, key: bytes, value: bytes) -> graph_pb2.VertexMeta | None:
         _, agent, vertex_id = key.decode().split("\0")
@@ -105,7 +133,10 @@ class RowCheck:
             f"lies under the key of agent {agent!r}",
         )
         self._report.expect(
-            meta.group_id in self._groups, "reference", where, f"group {meta.group_id} is missing"
+            meta.group_id in self.facts.groups,
+            "reference",
+            where,
+            f"group {meta.group_id} is missing",
         )
         if meta.micro_batch_id:
             self.facts.marked[vertex_id] = meta.micro_batch_id
@@ -158,14 +189,27 @@ class RowCheck:
             self._report.add("edge", self._run_id, error.message)
         self._report.checked["edges"] += sum(len(upstream) for upstream in edges.values())
 
+    def _check_agents(self, agents: Iterable[str]) -> None:
+        listed = {
+            key.decode().rpartition("\0")[2]
+            for key, _ in self._store.scan(Table.META, "agent", self._run_id)
+        }
+        for agent in agents:
+            self._report.expect(
+                agent in listed,
+                "reference",
+                f"{self._run_id} agent {agent}",
+                "is not listed: its rows are in no listing and no count",
+            )
+
     def _check_payloads(self) -> None:
-        for key, _ in self._scan(Table.PAYLOADS, keys.prefix(self._run_id)):
+        for key, _ in self._store.scan(Table.PAYLOADS, self._run_id):
             if self._backend.get(Table.ROWS, key) is None:
                 vertex_id = key.decode().rpartition("\0")[2]
                 self._report.add("row", f"{self._run_id} vertex {vertex_id}", "payload without row")
 
     def _check_claims(self) -> None:
-        listed = sum(1 for _ in self._scan(Table.MARKS, keys.prefix("claim", self._run_id)))
+        listed = sum(1 for _ in self._store.scan(Table.MARKS, "claim", self._run_id))
         self._report.expect(
             listed == self._num_claimable,
             "claim",
@@ -174,30 +218,27 @@ class RowCheck:
         )
 
     def _read_groups(self) -> None:
-        for kind, message in (("group", graph_pb2.Group), ("sample", graph_pb2.Sample)):
-            for key, value in self._scan(Table.GRAPH, keys.prefix(kind, self._run_id)):
-                name = key.decode().rpartition("\0")[2]
-                where = f"{self._run_id} {kind} {name}"
-                self._report.checked[f"{kind}s"] += 1
-                try:
-                    row = message.FromString(value)
-                except DecodeError as error:
-                    self._report.add("row", where, _text(error))
-                    continue
-                stored = row.group_id if kind == "group" else getattr(row, "sample_id")  # noqa: B009
-                self._report.expect(stored == name, "row", where, f"says that it is {stored}")
-                if kind == "group":
-                    self._groups.add(name)
-                else:
-                    self._report.expect(
-                        row.group_id in self._groups,
-                        "reference",
-                        where,
-                        f"group {row.group_id} is missing",
-                    )
+        for name, value in self._named("group"):
+            where = f"{self._run_id} group {name}"
+            group = self._report.read("row", where, graph_pb2.Group.FromString, value)
+            if group is not None:
+                said = f"says that it is {group.group_id}"
+                self._report.expect(group.group_id == name, "row", where, said)
+                self.facts.groups[name] = group.lost_shard
+        for name, value in self._named("sample"):
+            where = f"{self._run_id} sample {name}"
+            sample = self._report.read("row", where, graph_pb2.Sample.FromString, value)
+            if sample is not None:
+                said = f"says that it is {sample.sample_id}"
+                self._report.expect(sample.sample_id == name, "row", where, said)
+                is_there = sample.group_id in self.facts.groups
+                missing = f"group {sample.group_id} is missing"
+                self._report.expect(is_there, "reference", where, missing)
 
-    def _scan(self, table: Table, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return self._backend.scan(table, prefix, keys.after(prefix))
+    def _named(self, kind: str) -> Iterator[tuple[str, bytes]]:
+        for key, value in self._store.scan(Table.GRAPH, kind, self._run_id):
+            self._report.checked[f"{kind}s"] += 1
+            yield key.decode().rpartition("\0")[2], value
 
 
 def _text(error: Exception) -> str:

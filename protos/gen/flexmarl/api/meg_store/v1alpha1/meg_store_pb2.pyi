@@ -3381,6 +3381,45 @@ class CloseSegmentResponse(_message.Message):
 Global___CloseSegmentResponse: _TypeAlias = CloseSegmentResponse  # noqa: Y015
 
 @_typing.final
+class HoldWritesRequest(_message.Message):
+    """HoldWritesRequest names a hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    hold_id: _builtins.str
+    """Chosen by the caller, the same on all shards that are copied together."""
+    def __init__(
+        self,
+        *,
+        hold_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldWritesRequest: _TypeAlias = HoldWritesRequest  # noqa: Y015
+
+@_typing.final
+class HoldWritesResponse(_message.Message):
+    """HoldWritesResponse says that mutations wait from now on; the stream ends when they go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldWritesResponse: _TypeAlias = HoldWritesResponse  # noqa: Y015
+
+@_typing.final
 class CreateSnapshotRequest(_message.Message):
     """CreateSnapshotRequest names a snapshot to make."""
 
@@ -3388,19 +3427,25 @@ class CreateSnapshotRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this call."""
     name: _builtins.str
     """Name of the snapshot: its folder below "snapshots" in the store's data folder."""
+    hold_id: _builtins.str
+    """Hold under which the tables are copied, which ends it; refused when it has ended before. Set by
+    callers that copy several shards at one moment; empty: no others are made with this one.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        hold_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3416,6 +3461,7 @@ class CreateSnapshotResponse(_message.Message):
     NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path of the folder on the store's node."""
     num_objects: _builtins.int
@@ -3424,6 +3470,8 @@ class CreateSnapshotResponse(_message.Message):
     """Sealed segments in it."""
     segment_bytes: _builtins.int
     """Bytes of its segments."""
+    shard: _builtins.str
+    """Name of the shard that it is of."""
     def __init__(
         self,
         *,
@@ -3431,10 +3479,11 @@ class CreateSnapshotResponse(_message.Message):
         num_objects: _builtins.int = ...,
         num_segments: _builtins.int = ...,
         segment_bytes: _builtins.int = ...,
+        shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_objects", b"num_objects", "num_segments", b"num_segments", "path", b"path", "segment_bytes", b"segment_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_objects", b"num_objects", "num_segments", b"num_segments", "path", b"path", "segment_bytes", b"segment_bytes", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -254,6 +254,11 @@ class MegStoreServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.FromString,
                 _registered_method=True)
+        self.HoldWrites = channel.unary_stream(
+                '/flexmarl.api.meg_store.v1alpha1.MegStoreService/HoldWrites',
+                request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesResponse.FromString,
+                _registered_method=True)
         self.CreateSnapshot = channel.unary_unary(
                 '/flexmarl.api.meg_store.v1alpha1.MegStoreService/CreateSnapshot',
                 request_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.CreateSnapshotRequest.SerializeToString,
@@ -578,6 +583,14 @@ class MegStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldWrites(self, request, context):
+        """HoldWrites keeps mutations waiting, so that snapshots of several shards fit together: while its
+        stream is open, until CreateSnapshot under its id has copied the tables, a few seconds at most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateSnapshot(self, request, context):
         """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads.
         """
@@ -809,6 +822,11 @@ def add_MegStoreServiceServicer_to_server(servicer, server):
                     servicer.UnpinVersion,
                     request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.SerializeToString,
+            ),
+            'HoldWrites': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldWrites,
+                    request_deserializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesResponse.SerializeToString,
             ),
             'CreateSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSnapshot,
@@ -1987,6 +2005,33 @@ class MegStoreService(object):
             '/flexmarl.api.meg_store.v1alpha1.MegStoreService/UnpinVersion',
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionRequest.SerializeToString,
             flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.UnpinVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldWrites(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flexmarl.api.meg_store.v1alpha1.MegStoreService/HoldWrites',
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesRequest.SerializeToString,
+            flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2.HoldWritesResponse.FromString,
             options,
             channel_credentials,
             insecure,

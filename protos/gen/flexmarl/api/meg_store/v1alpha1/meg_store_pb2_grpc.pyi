@@ -129,6 +129,10 @@ class MegStoreServiceStub:
     """PinVersion keeps a version's segments, and those of all later ones, until a deadline."""
     UnpinVersion: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.UnpinVersionRequest, _meg_store_pb2.UnpinVersionResponse]
     """UnpinVersion gives a pin up before its deadline."""
+    HoldWrites: _grpc.UnaryStreamMultiCallable[_meg_store_pb2.HoldWritesRequest, _meg_store_pb2.HoldWritesResponse]
+    """HoldWrites keeps mutations waiting, so that snapshots of several shards fit together: while its
+    stream is open, until CreateSnapshot under its id has copied the tables, a few seconds at most.
+    """
     CreateSnapshot: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]
     """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]
@@ -235,6 +239,10 @@ class MegStoreServiceAsyncStub(MegStoreServiceStub):
     """PinVersion keeps a version's segments, and those of all later ones, until a deadline."""
     UnpinVersion: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.UnpinVersionRequest, _meg_store_pb2.UnpinVersionResponse]  # type: ignore[assignment]
     """UnpinVersion gives a pin up before its deadline."""
+    HoldWrites: _aio.UnaryStreamMultiCallable[_meg_store_pb2.HoldWritesRequest, _meg_store_pb2.HoldWritesResponse]  # type: ignore[assignment]
+    """HoldWrites keeps mutations waiting, so that snapshots of several shards fit together: while its
+    stream is open, until CreateSnapshot under its id has copied the tables, a few seconds at most.
+    """
     CreateSnapshot: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.CreateSnapshotRequest, _meg_store_pb2.CreateSnapshotResponse]  # type: ignore[assignment]
     """CreateSnapshot writes a copy of this shard, while it serves, that `flexmarl store restore` reads."""
     GetStats: _aio.UnaryUnaryMultiCallable[_meg_store_pb2.GetStatsRequest, _meg_store_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -596,6 +604,16 @@ class MegStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_meg_store_pb2.UnpinVersionResponse, _abc.Awaitable[_meg_store_pb2.UnpinVersionResponse]]:
         """UnpinVersion gives a pin up before its deadline."""
+
+    @_abc_1.abstractmethod
+    def HoldWrites(
+        self,
+        request: _meg_store_pb2.HoldWritesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_meg_store_pb2.HoldWritesResponse], _abc.AsyncIterator[_meg_store_pb2.HoldWritesResponse]]:
+        """HoldWrites keeps mutations waiting, so that snapshots of several shards fit together: while its
+        stream is open, until CreateSnapshot under its id has copied the tables, a few seconds at most.
+        """
 
     @_abc_1.abstractmethod
     def CreateSnapshot(
