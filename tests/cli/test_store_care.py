@@ -37,6 +37,7 @@ def store_command(monkeypatch, capsys):
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["flexmarl", "store", *args])
+        capsys.readouterr()  # what the stores said when they were filled
         with pytest.raises(SystemExit) as ended:
             cli_main.main()
         captured = capsys.readouterr()

@@ -104,8 +104,8 @@ class Objects:
         draft = self._database.begin(essential=True)
         removed = 0
         for key in [key for key, seen in since.items() if seen <= now - ttl_s]:
-            value = draft.get(Table.META, key)
-            record = None if value is None else ObjectRecord.decode(value)
+            stored = draft.get(Table.META, key)
+            record = None if stored is None else ObjectRecord.decode(stored)
             if record is None or record.reference_count > 0:
                 continue  # removed, or referred to, since it was read
             draft.delete(Table.META, key)
