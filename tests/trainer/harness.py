@@ -123,6 +123,7 @@ class Policy:
     parameters: list[Any] = field(default_factory=list)
     published: list[Any] = field(default_factory=list)
     package: str = ""
+    model_hash: str = ""
 
     async def bind(self, saved: rank_pb2.RankSaved | None = None) -> rank_pb2.RankBound:
         source: dict[str, Any] = (
@@ -139,6 +140,7 @@ class Policy:
                             binding="run/policy",
                             policy_json=self.config.model_dump_json().encode(),
                             model_path=str(self.model),
+                            model_hash=self.model_hash,
                             rank=rank,
                             members=self.members,
                             store_host="127.0.0.1",

@@ -98,8 +98,10 @@ class Cluster:
         models: dict[str, Path],
         *,
         package: Path | None = None,
+        run_id: str | None = None,
+        seed: int = 7,
     ) -> Run:
-        run_id = f"run-{uuid.uuid4().hex[:8]}"
+        run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
         bundle = None
         if package is not None:
             archive = self.folder / f"{run_id}.tar"
@@ -108,7 +110,7 @@ class Cluster:
         config = RunConfig.model_validate(
             {
                 "name": "t",
-                "seed": 7,
+                "seed": seed,
                 "versions": 3,
                 "workflow": {"entry": "m:team", "reward": "m:reward"},
                 "dataset": {"path": "/nowhere.jsonl"},

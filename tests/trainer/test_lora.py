@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_model
 from trainer import reference
-from trainer.harness import Policy, Ranks, make_rows, policy_config, read, saved
+from trainer.harness import Policy, Ranks, make_rows, policy_config, read, saved, write_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexmarl.core.errors import DomainError, ErrorReason
 
@@ -21,9 +23,9 @@ SCALE = 16.0 / 3
 TARGETS = ["q_proj", "down_proj"]
 
 
-def adapted(model: Path, **sections: Any) -> Any:
+def adapted(folder: Path, **sections: Any) -> Any:
     lora = {"rank": 3, "alpha": 16, "targets": TARGETS}
-    return policy_config(model, lora=lora, optimizer={"lr": 0.05}, **sections)
+    return policy_config(folder, lora=lora, optimizer={"lr": 0.05}, **sections)
 
 
 def split(adapter: dict[str, np.ndarray], weight: str) -> tuple[np.ndarray, np.ndarray]:
@@ -114,3 +116,20 @@ async def test_a_target_that_is_not_there_is_named(ranks: Ranks, tiny_model: Pat
     with pytest.raises(DomainError, match=r"no linear layer 'c_attn'; it has: .*q_proj") as caught:
         await Policy(ranks, config, tiny_model, [0]).bind()
     assert caught.value.reason is ErrorReason.MODEL_INVALID
+
+
+async def test_other_content_of_a_models_folder_is_another_base(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model")
+    config = adapted(folder, model={"path": str(folder), "init": "pretrained"})
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        policy = Policy(ranks, config, folder, [0], model_hash=str(seed))
+        await policy.bind()
+        published = read((await policy.export("weights"))["weights"])
+        await policy.unbind()
+        base = model.state_dict()
+        assert all(np.allclose(value, base[name].numpy()) for name, value in published.items())

@@ -274,6 +274,31 @@ async def test_a_frozen_policy_publishes_its_weights_and_takes_no_gradients(
     await run.suspend("f")
 
 
+async def test_a_run_under_the_id_of_a_deleted_one_never_gets_its_state(
+    cluster: Cluster, tiny_model: Path
+) -> None:
+    async def first_update(run_id: str, *, seed: int) -> str:
+        """Set 0 is made on one slot; where it is bound next, a run before left its own."""
+        run = await cluster.make_run({"p": {}}, {"p": tiny_model}, run_id=run_id, seed=seed)
+        state = (await run.bind("p", ["slot1"])).state
+        await run.suspend("p")
+        await run.commit(state)
+        await run.bind("p", ["slot0"])
+        record = await run.micro_batch("p", make_rows(4), batch=0)
+        await run.compute(record)
+        await run.suspend("p")
+        await run.bind("p", ["slot0"])
+        applied = (await run.apply("p", 0, [record.micro_batch_id])).state
+        await cluster.trainer.close_run(run.run_id, term=run.term)
+        await cluster.store.delete_run(run.run_id)
+        return applied.weights_hash
+
+    other = await first_update("again", seed=1)
+    again = await first_update("again", seed=2)
+    assert again != other
+    assert again == await first_update("elsewhere", seed=2)
+
+
 async def test_a_closed_run_gives_its_slots_back(cluster: Cluster, run: Run) -> None:
     await run.bind("p", ["slot0"])
     term = await cluster.store.acquire_term(run.run_id, "orchestrator", holder="newer")

@@ -29,6 +29,7 @@ class BindingParts:
         claim: Policy, term and slots.
         config: The policy.
         model_path: Folder of its base model on this node.
+        model_hash: Hash of what is in it.
         package_path: Folder of the run's workflow package; empty when the policy needs none of it.
         init_seed: Seed of its initial weights.
         ranks: Workers of the slots, in order of rank.
@@ -45,6 +46,7 @@ class BindingParts:
     claim: Claim
     config: PolicyConfig
     model_path: str
+    model_hash: str
     package_path: str
     init_seed: int
     ranks: RankGroup

@@ -183,7 +183,7 @@ class PolicyState:
         parts = self._parts
         template.binding = str(parts.claim.key)
         template.policy_json = parts.config.model_dump_json().encode()
-        template.model_path = parts.model_path
+        template.model_path, template.model_hash = parts.model_path, parts.model_hash
         template.package_path = parts.package_path
         if parts.config.loss.kl is not None or parts.config.lora is not None:
             template.reference.seed = parts.init_seed

@@ -57,13 +57,17 @@ class RankGroup:
             )
             for rank in range(len(self.workers))
         ]
-        # Workers do not wait for each other here, so one that fails is no reason to end others.
-        replies = await asyncio.gather(
-            *(
-                worker.call(command, timeout_s=self._timeout_s)
-                for worker, command in zip(self.workers, commands, strict=True)
-            )
+        # Workers do not wait for each other here, so one that fails is no reason to end others;
+        # but the caller's leases are held until the last one has read.
+        calls = (
+            worker.call(command, timeout_s=self._timeout_s)
+            for worker, command in zip(self.workers, commands, strict=True)
         )
+        replies: list[rank_pb2.RankReply] = []
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            replies.append(outcome)
         return trainer_pb2.PrefetchResult(
             loaded_bytes=sum(reply.prefetched.loaded_bytes for reply in replies),
             seconds=max(reply.prefetched.seconds for reply in replies),

@@ -28,17 +28,19 @@ _TIERS = {
 class SegmentNames:
     """Keys of the segments that one binding of a policy writes.
 
-    The term makes them unique: no two bindings write under one key, so an equal key is an equal
-    content.
+    No two bindings write under one key, so an equal key is an equal content. Bindings of a run
+    differ by their terms; a run differs by its creation from a deleted one that had its id.
     """
 
     run_id: str
+    created_unix_ns: int
     policy: str
     term: int
 
     def key(self, kind: str, *, version: int, number: int | None = None) -> str:
         """Returns the key of a set's segment; `number` counts saves of gradients."""
-        key = f"{self.run_id}.{self.policy}.v{version}.t{self.term}.{kind}"
+        run = f"{self.run_id}.{self.created_unix_ns:x}"
+        key = f"{run}.{self.policy}.v{version}.t{self.term}.{kind}"
         return key if number is None else f"{key}.{number}"
 
 

@@ -38,9 +38,11 @@ class OpenRun:
     """A run that this trainer works for."""
 
     run_id: str
+    created_unix_ns: int
     term: int
     config: RunConfig
     models: dict[str, Path]
+    model_hashes: dict[str, str]
     package: Path | None
     store: RunStore
 
@@ -234,7 +236,9 @@ class Trainer:
         config = run.config.policies[policy]
         return StateSegments(
             run.store,
-            SegmentNames(run_id=run.run_id, policy=policy, term=term),
+            SegmentNames(
+                run_id=run.run_id, created_unix_ns=run.created_unix_ns, policy=policy, term=term
+            ),
             tier=config.trainer.tier,
             weights_dtype=config.rollout.dtype,
             moments=MOMENTS[config.optimizer.kind],
@@ -248,6 +252,7 @@ class Trainer:
             claim=claim,
             config=config,
             model_path=str(run.models[policy]),
+            model_hash=run.model_hashes[policy],
             package_path=str(run.package) if ":" in config.loss.kind else "",
             init_seed=derive(run.config.seed, "init", policy),
             ranks=self._ranks(claim.slots),
@@ -287,9 +292,11 @@ class Trainer:
             raise
         return OpenRun(
             run_id=run_id,
+            created_unix_ns=stored.created_unix_ns,
             term=term,
             config=config,
             models=models,
+            model_hashes={name: ref.content_hash for name, ref in stored.models.items()},
             package=package,
             store=store,
         )

@@ -110,5 +110,6 @@ def _adapter_of(command: rank_pb2.RankBind, config: PolicyConfig) -> str:
     """What a module with an adapter depends on beyond its architecture: the weights below it."""
     if config.lora is None:
         return ""
-    first = f"{command.model_path} {config.model.init} {command.reference.seed}"
+    model = f"{command.model_path} {command.model_hash}"
+    first = f"{model} {config.model.init} {command.reference.seed}"
     return f"{config.lora.model_dump_json()} {first}"

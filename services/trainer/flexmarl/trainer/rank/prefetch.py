@@ -7,7 +7,6 @@ import time
 
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
-from flexmarl.core.errors import DomainError
 from flexmarl.trainer.rank.memory import DeviceMemory, StateKey
 from flexmarl.trainer.rank.shards import state_bytes
 from flexmarl.trainer.rank.state_files import StateFiles
@@ -55,7 +54,7 @@ class Prefetcher:
         try:
             self._files.load(segments["master"], block, room.memory)
             self._files.load(segments["moments"], block, moments)
-        except DomainError:
+        except BaseException:
             self._memory.leave(room, None)
             raise
         self._memory.leave(room, key)

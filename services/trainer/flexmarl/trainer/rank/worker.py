@@ -208,6 +208,7 @@ class RankWorker:
             seed = command.reference.seed
             key = (
                 command.model_path,
+                command.model_hash,
                 config.model.init,
                 config.trainer.compute_dtype,
                 config.lora,

@@ -239,6 +239,7 @@ class RankBind(_message.Message):
     BINDING_FIELD_NUMBER: _builtins.int
     POLICY_JSON_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    MODEL_HASH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
@@ -255,6 +256,8 @@ class RankBind(_message.Message):
     """JSON of runtime.run_config.PolicyConfig."""
     model_path: _builtins.str
     """Folder of the base model."""
+    model_hash: _builtins.str
+    """Hash of what is in that folder: it may be other content than under the same path before."""
     rank: _builtins.int
     """Rank of this worker in the group."""
     store_port: _builtins.int
@@ -293,6 +296,7 @@ class RankBind(_message.Message):
         binding: _builtins.str = ...,
         policy_json: _builtins.bytes = ...,
         model_path: _builtins.str = ...,
+        model_hash: _builtins.str = ...,
         rank: _builtins.int = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
         store_port: _builtins.int = ...,
@@ -306,7 +310,7 @@ class RankBind(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["initial", b"initial", "reference", b"reference", "saved", b"saved", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "kept_groups", b"kept_groups", "members", b"members", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "kept_groups", b"kept_groups", "members", b"members", "model_hash", b"model_hash", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["initial", "saved"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
