@@ -170,6 +170,7 @@ class Sum:
     """What a bound process group holds in memory."""
 
     binding: int
+    trainer: str
     ledger: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
 
@@ -215,6 +216,7 @@ class World:
         self.ended: EndRun | None = None
         self.steps = 0
         self.without_rewards = False
+        self.num_wide = 0
         self.core = RunCore(rules, self.order, self.store.stored())
         self.take(self.core.handle((), now=self.now))
 
@@ -282,21 +284,31 @@ class World:
                 self.sums.pop(effect.policy, None)
                 self.feed(EffectFailed(effect, LOST))
         elif kind == "trainer":
-            self.sums.clear()
-            self.feed(TrainerLost("t0", "another incarnation"))
+            trainers = self.rules.trainers
+            lost = self.rng.choice(trainers) if len(trainers) > 1 else trainers[0]
+            self.lose_sums(lost)
+            self.feed(TrainerLost(lost, "another incarnation"))
         elif kind == "rollout":
-            self.running.clear()
-            self.active = None
-            asked = [e for e in self.pending if isinstance(e, ComputeAdvantages)]
-            self.pending = [e for e in self.pending if e not in asked]
-            self.feed(RolloutLost("another incarnation"))
-            for effect in asked:
-                self.feed(EffectFailed(effect, LOST))
+            self.lose_rollout()
         else:
             for effect in self.pending:
                 if self.rng.random() < 0.5:
                     self.execute(effect)
             self._begin_anew()
+
+    def lose_rollout(self) -> None:
+        """The dispatcher is another process: it knows no sample, and answers nothing."""
+        self.running.clear()
+        self.active = None
+        asked = [e for e in self.pending if isinstance(e, ComputeAdvantages)]
+        self.pending = [e for e in self.pending if e not in asked]
+        self.feed(RolloutLost("another incarnation"))
+        for effect in asked:
+            self.feed(EffectFailed(effect, LOST))
+
+    def lose_sums(self, trainer: str) -> None:
+        """A trainer ends what is bound there."""
+        self.sums = {name: held for name, held in self.sums.items() if held.trainer != trainer}
 
     def lose_shard(self) -> None:
         """A store shard is lost: all services begin anew, over the others."""
@@ -399,8 +411,8 @@ class World:
         match effect:
             case OpenRollout() | Prefetch() | PrepareWeights():
                 return None
-            case OpenTrainer():
-                self.sums.clear()
+            case OpenTrainer(trainer=trainer):
+                self.lose_sums(trainer)
                 return TrainerOpened(tuple(f"slot{i}" for i in range(self.num_slots)))
             case AdmitGroups(groups=groups):
                 if not (is_evaluation(groups[0].group_id) or groups[0].group_id in store.groups):
@@ -444,13 +456,14 @@ class World:
             case MarkRows(micro_batch_id=name, rows=rows):
                 for row in rows:
                     assert store.marks.setdefault(row.vertex_id, name) == name, "marked twice"
-            case Bind(policy=policy, binding=number):
+            case Bind(policy=policy, binding=number, trainer=trainer):
+                self.check_slots(effect)
                 state = store.states.setdefault(policy, StateFact(version=0))
-                held = Sum(number)
+                held = Sum(number, trainer)
                 if not state.applied or state.version <= (store.version or 0):
                     held.ledger, held.dropped = set(state.ledger), set(state.dropped)
                 if state.applied:
-                    held = Sum(number)
+                    held = Sum(number, trainer)
                 self.sums[policy] = held
                 return StateSaved(state)
             case Compute():
@@ -492,6 +505,17 @@ class World:
             case ActivateVersion(version=version):
                 self.active = max(version, self.active or 0)  # an older order may come late
         return None
+
+    def check_slots(self, effect: Bind) -> None:
+        """No two bindings that the core believes in share a slot."""
+        bindings = {name: p.binding for name, p in self.core.training.policies.items()}
+        own = bindings.pop(effect.policy)
+        if own is None or own.number != effect.binding:
+            return  # it was given up meanwhile
+        self.num_wide += len(own.slots) > 1
+        for other in bindings.values():
+            if other is not None and other.trainer == own.trainer:
+                assert set(own.slots).isdisjoint(other.slots), "a slot is held twice"
 
     def close(self, effect: CloseGroup) -> None:
         store = self.store

@@ -9,12 +9,19 @@ import pytest
 from flexmarl.core.allocation import Demand, Place
 from flexmarl.core.foresight import foresee
 from flexmarl.core.ids import BatchId
-from flexmarl.core.policy_training import OperationKind, PolicyRules, Record, RecordStage
+from flexmarl.core.policy_training import (
+    Binding,
+    OperationKind,
+    PolicyRules,
+    Record,
+    RecordStage,
+)
 from flexmarl.core.run_effects import Bind, Prefetch
 from flexmarl.core.run_events import StateFact, StateSaved
-from flexmarl.core.training import PREFETCH_FROM_S, Training, TrainingRules
+from flexmarl.core.training import Training, TrainingRules
 from flexmarl.core.training_rows import Row
 
+FROM_S = 0.25
 TWO = {"t0": ("slot0", "slot1")}
 
 
@@ -68,21 +75,25 @@ def test_places_are_respected() -> None:
     assert where(own, trainers={"t1": ("slot0",)}) is None
 
 
-@pytest.mark.parametrize("bind_s", [PREFETCH_FROM_S / 2, PREFETCH_FROM_S])
-def test_state_that_takes_time_to_load_is_loaded_ahead_once(bind_s: float) -> None:
-    training = Training(TrainingRules(policies={name: PolicyRules() for name in ("a", "b")}))
+@pytest.mark.parametrize(
+    ("bind_s", "others_bind_s", "is_hinted"),
+    [(FROM_S / 2, FROM_S / 2, False), (FROM_S, FROM_S / 2, True), (FROM_S / 2, FROM_S, False)],
+)
+def test_state_that_takes_time_to_load_is_loaded_ahead_once(
+    bind_s: float, others_bind_s: float, is_hinted: bool
+) -> None:
+    policies = {name: PolicyRules() for name in ("a", "b", "other")}
+    training = Training(TrainingRules(policies=policies, prefetch_from_s=FROM_S))
     assert list(training.due(version=None, now=0.0)) == []
     training.trainer_opened("t0", ("slot0",))
     now, loads = 0.0, []
-    # Both make set 0 in turn on the one slot, then wait for it with work.
-    for _ in range(2):
+    # All make set 0 in turn on the one slot.
+    for _ in policies:
         (bind,) = [e for e in training.due(version=None, now=now) if isinstance(e, Bind)]
-        now += bind_s
+        now += {"a": bind_s, "other": others_bind_s}.get(bind.policy, FROM_S)
         training.done(bind, StateSaved(StateFact(version=0)), now=now)
-        policy = training.policies[bind.policy]
-        assert policy.binding is not None
-        if bind.policy == "a":
-            policy.unbind()
+        training.policies[bind.policy].unbind()
+    training.policies["b"].binding = Binding(9, "t0", ("slot0",), now)
     training.begin_batch(BatchId(0))
     assert [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)] == []
     row = Row(
@@ -96,7 +107,5 @@ def test_state_that_takes_time_to_load_is_loaded_ahead_once(bind_s: float) -> No
     holder.operation = None
     for _ in range(2):
         loads += [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)]
-    assert [(e.policy, e.slots) for e in loads] == (
-        [] if bind_s < PREFETCH_FROM_S else [("a", ("slot0",))]
-    )
+    assert [(e.policy, e.slots) for e in loads] == [("a", ("slot0",))] * is_hinted
     assert all(e.waits == "trainer t0: load a ahead of its turn" for e in loads)

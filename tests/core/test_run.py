@@ -16,6 +16,7 @@ from flexmarl.core.closure import ClosureRules
 from flexmarl.core.evaluation import EvaluationRules
 from flexmarl.core.policy_training import PolicyRules
 from flexmarl.core.run import RunRules
+from flexmarl.core.run_effects import ComputeAdvantages
 from flexmarl.core.states import RunStatus, VoidReason
 from flexmarl.core.training import TrainingRules
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)  # thousands of steps, under coverage, on 
 AGENTS = {"splitter": "p1", "sorter": "p2", "merger": "p3", "judge": "frozen"}
 POLICIES = {
     "p1": PolicyRules(micro_batch_rows=4),
-    "p2": PolicyRules(micro_batch_rows=3),
+    "p2": PolicyRules(micro_batch_rows=3, max_world_size=3),
     "p3": PolicyRules(micro_batch_rows=100),
     "frozen": PolicyRules(trained=False),
 }
@@ -57,9 +58,10 @@ def rules(**more: Any) -> RunRules:
             policies=POLICIES,
             min_residence_s=more.get("residence", 0.0),
             ledger_every_s=more.get("ledger", 0.5),
+            prefetch_from_s=0.0,
             **MODES[more.get("mode", "on_demand")],
         ),
-        trainers=("t0",),
+        trainers=more.get("trainers", ("t0",)),
         evaluation=more.get("evaluation", EvaluationRules()),
     )
 
@@ -77,6 +79,17 @@ def test_a_policy_that_waits_for_anothers_residence_is_looked_at_when_that_ends(
     assert world.run().status is RunStatus.FINISHED
     world.check()
     assert "allocation" in world.timers_set
+
+
+def test_a_policy_is_widened_over_slots_that_nobody_needs() -> None:
+    worlds = [
+        World(rules(groups=6), Random(seed), trouble=0.01, num_slots=4, agents=AGENTS)
+        for seed in range(4)
+    ]
+    for world in worlds:
+        assert world.run().status is RunStatus.FINISHED
+        world.check()
+    assert sum(world.num_wide for world in worlds) > 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,6 +132,25 @@ def test_invariants_hold_in_every_mode(mode: str, seed: int) -> None:
     world.check()
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.03]),
+    num_slots=st.integers(1, 3),
+    residence=st.sampled_from([0.0, 0.3]),
+)
+def test_invariants_hold_over_two_trainers(seed, trouble, num_slots, residence) -> None:
+    world = World(
+        rules(trainers=("t0", "t1"), residence=residence),
+        Random(seed),
+        trouble=trouble,
+        num_slots=num_slots,
+        agents=AGENTS,
+    )
+    world.run()
+    world.check()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_invariants_hold_with_an_estimator_of_the_runs_own(seed: int) -> None:
     world = World(
@@ -128,6 +160,16 @@ def test_invariants_hold_with_an_estimator_of_the_runs_own(seed: int) -> None:
         num_slots=2,
         agents=AGENTS,
     )
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
+
+
+def test_an_estimator_of_the_runs_own_is_asked_again_when_its_answer_is_lost() -> None:
+    own = rules(estimator="mine:advantages")
+    world = World(own, Random(0), trouble=0.0, num_slots=2, agents=AGENTS)
+    while not any(isinstance(effect, ComputeAdvantages) for effect in world.pending):
+        world.step()
+    world.lose_rollout()
     assert world.run().status is RunStatus.FINISHED
     world.check()
 

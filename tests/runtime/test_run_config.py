@@ -52,6 +52,14 @@ def with_(path: str, value: object) -> dict:
         ("policies.p.trainer", {"world_size": 2}, r"exceeds trainer\.slots = 1"),
         ("name", "a/b", "letters, digits"),
         ("policies.p", {"kind": "frozen", "model": {"path": "m"}, "lora": {}}, "frozen policy"),
+        *(
+            (
+                "policies.p",
+                {"kind": "frozen", "model": {"path": "m"}, "trainer": {key: 2}},
+                "a frozen policy needs one slot",
+            )
+            for key in ("world_size", "max_world_size")
+        ),
         ("policies.p.loss", {"kind": "nonsense"}, "not one of ppo_clip, dual_clip, gspo, cispo"),
         ("policies.p.loss", {"aggregation": "dr_grpo"}, "response_limit: .* divides by it"),
         (
@@ -69,6 +77,17 @@ def with_(path: str, value: object) -> dict:
 def test_bad_settings_are_refused_by_name(path, value, message):
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate(with_(path, value))
+
+
+def test_static_allocation_needs_slots_for_every_trained_policy():
+    config = with_("pipeline.allocation", "static")
+    config["policies"]["q"] = {"model": {"path": "m"}, "trainer": {"world_size": 2}}
+    config["agents"]["b"] = {"policy": "q"}
+    config["trainer"] = {"slots": 3}
+    RunConfig.model_validate(config)
+    config["trainer"] = {"slots": 2}
+    with pytest.raises(ValidationError, match=r"1 \+ 2 = 3 needed, trainer\.slots = 2"):
+        RunConfig.model_validate(config)
 
 
 def test_truncated_sampling_is_possible_where_it_is_meant():

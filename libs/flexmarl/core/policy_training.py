@@ -177,6 +177,11 @@ class PolicyTraining:
         return todo + max(expected - seen, 0.0)
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether its saved state was sent ahead of its binding already, or there is none."""
+        return self._ahead == self._saved
+
+    @property
     def rows_waiting(self) -> int:
         """Released rows that are in no sum yet."""
         stages = (RecordStage.CREATING, RecordStage.READY, RecordStage.COMPUTING)
@@ -236,12 +241,9 @@ class PolicyTraining:
         elif self.work_since is None:
             self.work_since = now
 
-    def goes_ahead(self) -> bool:
-        """Whether its saved state is to be loaded ahead of its binding now: once per state."""
-        if self._saved is None or self._ahead == self._saved:
-            return False
+    def sent_ahead(self) -> None:
+        """Its saved state is loaded ahead of its binding."""
         self._ahead = self._saved
-        return True
 
     def unbind(self) -> None:
         """The binding is gone, and with it what was not saved."""

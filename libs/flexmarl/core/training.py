@@ -40,9 +40,6 @@ from flexmarl.core.training_rows import RunFailure
 MAX_FAILURES = 8
 """Operations of one policy that may fail in a row; then the run fails with the last reason."""
 
-PREFETCH_FROM_S = 0.2
-"""State that a binding loads in less is not worth a call ahead of it."""
-
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 
@@ -68,6 +65,7 @@ class TrainingRules:
         policies: Policies.
         min_residence_s: Time that a policy keeps its slots while it has or expects work.
         ledger_every_s: Longest time that computed gradients stay unsaved.
+        prefetch_from_s: State that a binding loads in less is not worth a call ahead of it.
         overlaps: Groups are trained as they close; else when the whole batch is there.
         static: Each trained policy has slots of its own for the whole run.
         colocated: Slots and instances are the same devices in turn: nothing stays bound while
@@ -77,6 +75,7 @@ class TrainingRules:
     policies: Mapping[str, PolicyRules]
     min_residence_s: float = 0.0
     ledger_every_s: float = 30.0
+    prefetch_from_s: float = 0.2
     overlaps: bool = True
     static: bool = False
     colocated: bool = False
@@ -242,19 +241,25 @@ class Training:
 
     def _prefetch(self, *, now: float) -> Iterator[Prefetch]:
         """Has the state of the next policy loaded beside what its slots compute now."""
-        unbound = [policy for policy in self.policies.values() if policy.binding is None]
-        if all(policy.estimates.bind_s < PREFETCH_FROM_S for policy in unbound):
+        if not any(self._is_worth_a_hint(policy) for policy in self.policies.values()):
             return
         following = foresee(self._demands(now=now), trainers=self._trainers)
         if following is None or self._swaps(following):
             return
-        if self.policies[following.policy].goes_ahead():
+        policy = self.policies[following.policy]
+        if self._is_worth_a_hint(policy):
+            policy.sent_ahead()
             yield Prefetch(
                 policy=following.policy,
                 trainer=following.trainer,
                 slots=following.slots,
                 reason=following.reason,
             )
+
+    def _is_worth_a_hint(self, policy: PolicyTraining) -> bool:
+        """Whether its state takes long to load, lies nowhere yet, and was not sent ahead."""
+        takes_long = policy.estimates.bind_s >= self._rules.prefetch_from_s
+        return takes_long and policy.binding is None and not policy.is_ahead
 
     def _swaps(self, following: BindSlots) -> bool:
         """Whether one of these slots is changing hands: loading would be in its way."""

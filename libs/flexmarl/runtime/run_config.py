@@ -304,6 +304,12 @@ class PolicyConfig(_Section):
             )
         if self.kind == "frozen" and self.lora is not None:
             raise ValueError("lora: a frozen policy trains nothing; remove one of them")
+        most_slots = self.trainer.max_world_size or self.trainer.world_size
+        if self.kind == "frozen" and most_slots > 1:
+            raise ValueError(
+                "trainer.world_size: a frozen policy needs one slot, once, to publish its weights; "
+                "remove it"
+            )
         if self.kind == "trained" and self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature = 0 (greedy) cannot be trained on; use a value above 0"
@@ -411,6 +417,9 @@ class TrainerPoolConfig(_Section):
     """A bound policy that still has rows keeps its slots at least this long."""
     ledger_every_s: Annotated[float, Field(gt=0)] = 30.0
     """Longest time that computed gradients stay unsaved."""
+    prefetch_from_s: Annotated[float, Field(ge=0)] = 0.2
+    """State of the policy that gets slots next is loaded ahead, beside what they compute now, where
+    binding it takes this long: a hint costs its calls whatever it loads."""
 
 
 class PipelineConfig(_Section):

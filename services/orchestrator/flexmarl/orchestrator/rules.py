@@ -82,6 +82,7 @@ def rules_of(config: RunConfig, *, trainers: Sequence[str], num_held_out: int = 
             },
             min_residence_s=config.trainer.min_residence_s,
             ledger_every_s=config.trainer.ledger_every_s,
+            prefetch_from_s=config.trainer.prefetch_from_s,
             overlaps=config.pipeline.overlap and not config.pipeline.colocated,
             static=config.pipeline.allocation == "static",
             colocated=config.pipeline.colocated,

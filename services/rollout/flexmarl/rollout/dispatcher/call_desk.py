@@ -103,7 +103,7 @@ class CallDesk:
     """The calls of one run in progress.
 
     Attributes:
-        counters: Vertices, tokens, retries, failures, duplicates since the start.
+        counters: Vertices, tokens, retries, duplicates since the start.
         failures: Calls that failed for good, by reason.
         trace: What the core was told and what it decided; recorded when asked for.
     """
@@ -466,7 +466,6 @@ class CallDesk:
         state = self._forget(effect.vertex_id)
         assert state is not None, "the core fails live vertices"
         sample = state.sample
-        self.counters["failures"] += 1
         self.failures[effect.reason] += 1
         failure = Failure(
             reason=effect.reason, message=effect.message, metadata={"agent": state.call.agent}

@@ -64,7 +64,7 @@ TOKENS: Final = counter(
 EVENTS: Final = counter(
     "flexmarl_rollout_events_total",
     "What happened to calls, samples and processes: vertices, retries, duplicates, cancelled, "
-    "failures, handed_over, reattached, replayed, tools, rewards, reward_failures, samples_done, "
+    "handed_over, reattached, replayed, tools, rewards, reward_failures, samples_done, "
     "samples_failed, worker_deaths, reward_process_deaths, instance_deaths, weights_refused.",
     "event",
 )

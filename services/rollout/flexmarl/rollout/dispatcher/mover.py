@@ -125,7 +125,6 @@ class Mover:
             cost_s=round(move.cost_s, 3),
             requests=self._desk.num_at(instance.instance_id),
         )
-        self._desk.counters["moves"] += 1
         self.moves[move.giver, move.receiver, why] += 1
         self._vacating[instance.instance_id] = _Moving(move, time.time())
         self._desk.vacate(instance.instance_id)

@@ -19,7 +19,7 @@ def run_status(run: Run, incarnation: str) -> RolloutStatus:
         version=max(run.version, 0),
         num_open_samples=len(run.flow),
         instances=instance_statuses(run),
-        counters={name: float(value) for name, value in run.desk.counters.items()},
+        counters=_counters(run),
         waits=waits,
         unix_ns=time.time_ns(),
         fatal=run.fatal,
@@ -30,6 +30,12 @@ def run_status(run: Run, incarnation: str) -> RolloutStatus:
             QueueStatus(num_waiting=book.num_waiting, num_running=book.num_running)
         )
     return status
+
+
+def _counters(run: Run) -> dict[str, float]:
+    """Sums of what is counted by kind, too."""
+    sums = {"moves": run.mover.moves.total(), "failures": run.desk.failures.total()}
+    return {name: float(count) for name, count in {**run.desk.counters, **sums}.items()}
 
 
 def instance_statuses(run: Run) -> list[InstanceStatus]:
