@@ -69,12 +69,29 @@ async def _open(
     try:
         return await store.open_segment(run_id, key, holder="export")
     except NotFoundError:
+        why = await _why_gone(store, run_id, version)
         raise DomainError(
             ErrorReason.NOT_FOUND,
-            f"the weights of {policy} at version {version} are not kept any more; "
-            "the store keeps those of the newest versions (store.retain_versions)",
+            f"the weights of {policy} at version {version} {why}",
             {"run": run_id, "policy": policy, "version": str(version)},
         ) from None
+
+
+async def _why_gone(store: StoreClient, run_id: str, version: int) -> str:
+    """What became of the weights of a version, and what to do."""
+    answer = await store.find_whole_versions(run_id)
+    if not answer.HasField("newest_whole"):
+        return "are lost, and no version is whole: they were in memory alone; train the run anew"
+    newest = answer.newest_whole
+    if version < newest:
+        return (
+            "are not kept any more; the store keeps those of the newest versions "
+            f"(store.retain_versions), the newest is {newest}"
+        )
+    return (
+        "are lost: they were in memory alone when its host was started anew or the folder copied; "
+        f"the newest version that is whole is {newest}: ask for that one"
+    )
 
 
 def _entry(
