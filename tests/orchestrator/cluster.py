@@ -170,12 +170,17 @@ def run_config(**more: Any) -> RunConfig:
             "policies": {
                 agent: {
                     "model": {"path": "model"},
-                    "trainer": {"micro_batch_rows": more.get("micro_batch_rows", 5)},
+                    "trainer": {
+                        "micro_batch_rows": more.get("micro_batch_rows", 5),
+                        "world_size": more.get("world_size", 1),
+                    },
                 }
                 for agent in AGENTS
             },
             "agents": {agent: {"policy": agent, "prompt": "{digits}"} for agent in AGENTS},
-            "trainer": {"slots": 2},
+            "trainer": {"slots": 2, **more.get("trainer", {})},
+            "pipeline": more.get("pipeline", {}),
+            "evaluation": more.get("evaluation", {}),
         }
     )
 

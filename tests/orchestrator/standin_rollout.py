@@ -14,6 +14,7 @@ from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
 from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceServicer
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.ids import is_evaluation
 
 CALLS = (("splitter", "0:0"), ("sorter", "0:1"), ("sorter", "0:2"), ("merger", "0:3"))
 NUM_PROMPT = 4
@@ -168,7 +169,7 @@ class StandInRollout(RolloutServiceServicer):
                 num_response_tokens=NUM_RESPONSE,
                 finish_reason="length",
                 finished_unix_ns=now,
-                trainable=True,
+                trainable=not is_evaluation(spec.group_id),
             )
             payload = graph.VertexPayload(
                 prompt_tokens=[0] * NUM_PROMPT,

@@ -51,6 +51,8 @@ class StandInTrainer(TrainerServiceServicer):
         self.computed: list[str] = []
         self.applied: list[tuple[str, int]] = []
         self.suspended: list[str] = []
+        self.bindings: list[tuple[str, tuple[str, ...]]] = []
+        self.hints: list[str] = []
         self.fail_next: DomainError | None = None
         self._pause_s = pause_s
         self._bound: dict[str, Bound] = {}
@@ -58,6 +60,11 @@ class StandInTrainer(TrainerServiceServicer):
         self._runs: set[str] = set()
         self._busy_s = 0.0
         self._store: StoreClient | None = None
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """Policies that hold slots now."""
+        return tuple(sorted(self._bound))
 
     async def OpenRun(self, request: pb.OpenRunRequest, _: object) -> pb.OpenRunResponse:
         if self._store is None:
@@ -77,6 +84,7 @@ class StandInTrainer(TrainerServiceServicer):
         taken = {slot for bound in self._bound.values() for slot in bound.slots}
         if taken & set(request.slots):
             raise DomainError(ErrorReason.STATE_TRANSITION_REFUSED, "a slot is held")
+        self.bindings.append((request.policy, tuple(request.slots)))
         work = self._bind(request)
         return pb.BindPolicyResponse(operation=await self._begin(request.request_id, work))
 
@@ -115,10 +123,9 @@ class StandInTrainer(TrainerServiceServicer):
     async def PrefetchPolicy(
         self, request: pb.PrefetchPolicyRequest, _: object
     ) -> pb.PrefetchPolicyResponse:
-        async def work() -> pb.Operation:
-            return pb.Operation(prefetch=pb.PrefetchResult())
-
-        return pb.PrefetchPolicyResponse(operation=await self._begin(request.request_id, work()))
+        self.hints.append(request.policy)
+        work = self._prefetch()
+        return pb.PrefetchPolicyResponse(operation=await self._begin(request.request_id, work))
 
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: Any
@@ -189,6 +196,9 @@ class StandInTrainer(TrainerServiceServicer):
             bound.counts.CopyFrom(state.counts)
         self._bound[request.policy] = bound
         return pb.Operation(bind=pb.BindPolicyResult(state=state))
+
+    async def _prefetch(self) -> pb.Operation:
+        return pb.Operation(prefetch=pb.PrefetchResult())
 
     async def _compute(self, request: pb.ComputeGradientsRequest, bound: Bound) -> pb.Operation:
         assert self._store is not None

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from orchestrator.cluster import Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, sample_of
 
 from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """One store and one orchestrator."""
-    shared = Processes(tmp_path_factory.mktemp("early"))
-    try:
-        shared.start()
-        yield shared
-    finally:
-        shared.clean()
 
 
 class Leaving(StandInRollout):

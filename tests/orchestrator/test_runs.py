@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
 
 import pytest
+from orchestrator.books import CALLS_PER_SAMPLE, check_books
 from orchestrator.cluster import AGENTS, Cluster, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample
 from orchestrator.standin_trainer import Bound, StandInTrainer, weights_of
@@ -17,42 +18,6 @@ from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import RunConfig
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """One store and one orchestrator for all tests here: each test drives a run of its own."""
-    shared = Processes(tmp_path_factory.mktemp("orchestrator"))
-    try:
-        shared.start()
-        yield shared
-    finally:
-        shared.clean()
-
-
-CALLS_PER_SAMPLE = {"splitter": 1, "sorter": 2, "merger": 1}
-
-
-async def check_books(run: Cluster, *, versions: int = 3, samples: int = 12) -> None:
-    """Every row of every batch is consumed or void, each batch has all its samples, once."""
-    manifests = await run.manifests()
-    assert [m.version for m in manifests] == list(range(versions + 1))
-    for manifest in manifests[1:]:
-        for agent in AGENTS:
-            counts = manifest.batch.policies[agent]
-            assert counts.finished == counts.consumed + sum(counts.voided.values())
-            assert counts.consumed == samples * CALLS_PER_SAMPLE[agent]
-    records = [
-        record
-        for batch in range(versions)
-        for record in await run.store.list_micro_batches(run.run_id, batch=batch)
-    ]
-    weights = await weights_of(run.store, run.run_id, manifests[-1])
-    for agent in AGENTS:
-        # The weights count what was applied to them: each record once, over all losses.
-        assert weights[agent] == sum(record.policy == agent for record in records)
-        assert manifests[-1].policies[agent].num_updates == versions
-    assert (manifests[-1].cursor.epoch, manifests[-1].cursor.position) == divmod(4 * versions, 13)
 
 
 async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
@@ -287,6 +252,17 @@ async def test_stop_now_and_resume(processes: Processes) -> None:
         assert (progress.status, progress.version) == (common.RUN_STATUS_FINISHED, 3)
 
 
+def changed(config: RunConfig, key: str, value: object) -> bytes:
+    """The configuration with another setting, as it is sent."""
+    settings = config.model_dump(mode="json")
+    *path, last = key.split(".")
+    section = settings
+    for name in path:
+        section = section[name]
+    section[last] = value
+    return json.dumps(settings).encode()
+
+
 async def test_settings_of_a_resumed_run_are_taken_or_refused_by_name(
     processes: Processes,
 ) -> None:
@@ -294,12 +270,16 @@ async def test_settings_of_a_resumed_run_are_taken_or_refused_by_name(
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         await run.client.stop_run(run.run_id)
-        for changed, words in (
-            (run_config(versions=5).model_copy(update={"seed": 8}), "seed: 7 -> 8"),
-            (run_config(groups=3), "batch.groups: .*the open batch was admitted with it"),
+        for key, value, words in (
+            ("seed", 8, "7 -> 8: it is what makes the run this run"),
+            ("batch.groups", 3, "the open batch was admitted with it"),
+            ("dataset.path", "other.jsonl", "the run's cursor is a place in that dataset"),
+            ("workflow.entry", "team:other", "stored samples are replayed by that workflow"),
+            ("policies.sorter.model.path", "other", "its trained weights belong to that model"),
+            ("agents.sorter.prompt", "{digits}!", "stored calls of the open batch were made"),
         ):
-            text = changed.model_dump_json().encode()
-            with pytest.raises(FlexMarlError, match=words):
+            text = changed(run_config(versions=5), key, value)
+            with pytest.raises(FlexMarlError, match=rf"resume with {key}: .*{words}"):
                 await run.client.resume_run(run.run_id, home_shard=run.home, config_json=text)
         longer = run_config(versions=5).model_dump_json().encode()
         await run.client.resume_run(run.run_id, home_shard=run.home, config_json=longer)
