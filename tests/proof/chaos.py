@@ -131,10 +131,10 @@ class Chaos:
             kind = rng.choice(sorted(VICTIMS))
             recent = self._recent[-MOST_DEATHS_IN_A_ROW:]
             worn = len(recent) == MOST_DEATHS_IN_A_ROW and set(recent) == {kind}
-            pid = None if worn else self.cluster.victim(kind)
-            if pid is not None:
+            pids = [] if worn else self.cluster.victims(kind)
+            if pids:
                 self._recent.append(kind)
-                return kind, pid
+                return kind, rng.choice(pids)
             await asyncio.sleep(0.01)
 
     async def _orphans(self) -> list[str]:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
+from flexmarl.api.common.v1alpha1.common_pb2 import (
+    GROUP_STATUS_OPEN,
+    RUN_STATUS_FINISHED,
+    VERTEX_STATUS_DONE,
+)
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL, VertexFilter
+from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+    EVENT_KIND_GROUP,
+    EVENT_KIND_RUN,
+    EVENT_KIND_STATE,
+    EVENT_KIND_SUBGRAPH_CLOSED,
+    VERTEX_VIEW_FULL,
+    VertexFilter,
+)
 from flexmarl.client.store import StoreClient
-from flexmarl.core.ids import SampleId
+from flexmarl.core.ids import SampleId, parse_batch
 
 Call = tuple[str, int, str]
 """Group, sample's ordinal, and path: what a call is called in every run alike."""
@@ -30,6 +42,8 @@ class Facts:
         finished, consumed, void: Counts over all batches.
         doubled: Rows that are in more than one committed micro-batch.
         lost: Finished rows that are neither consumed nor void, by both accounts.
+        early_closures, early_updates: Subgraphs closed, and updates saved, while groups of their
+            batch were open.
     """
 
     versions: int = 0
@@ -40,6 +54,8 @@ class Facts:
     void: int = 0
     doubled: int = 0
     lost: int = 0
+    early_closures: int = 0
+    early_updates: int = 0
 
 
 async def read_facts(store: StoreClient, run_id: str) -> Facts:
@@ -50,6 +66,7 @@ async def read_facts(store: StoreClient, run_id: str) -> Facts:
     facts.versions = len(manifests) - 1
     for _, after in pairwise(manifests):
         await _read_batch(store, run_id, after, facts)
+    await _read_order(store, run_id, facts)
     for policy, entry in manifests[-1].policies.items():
         async with store.open_segment(run_id, entry.weights.key, holder="proof") as segment:
             for name, buffer in segment.buffers.items():
@@ -85,6 +102,29 @@ async def _read_batch(
         call = (meta.group_id, SampleId.parse(meta.sample_id).ordinal, meta.path)
         assert call not in facts.tokens, f"{call} is there twice"
         facts.tokens[call] = tuple(vertex.payload.response_tokens)
+
+
+async def _read_order(store: StoreClient, run_id: str, facts: Facts) -> None:
+    """What came before the last group of its batch ended, by the order of the run's events."""
+    closures: list[int] = []
+    updates: list[int] = []
+    kinds = (EVENT_KIND_GROUP, EVENT_KIND_STATE, EVENT_KIND_SUBGRAPH_CLOSED, EVENT_KIND_RUN)
+    async with aclosing(store.watch(run_id, kinds=kinds)) as watching:
+        async for watched in watching:
+            for event in watched.events:
+                match event.WhichOneof("subject"):
+                    case "closed_subgraph":
+                        closures.append(event.closed_subgraph.batch)
+                    case "state" if event.state.applied:
+                        updates.append(event.state.version - 1)
+                    case "group" if event.group.status != GROUP_STATUS_OPEN:
+                        batch = parse_batch(event.group.group_id).batch
+                        facts.early_closures += closures.count(batch)
+                        facts.early_updates += updates.count(batch)
+                        closures = [number for number in closures if number != batch]
+                        updates = [number for number in updates if number != batch]
+                    case "run" if event.run.status == RUN_STATUS_FINISHED:
+                        return
 
 
 def differences(one: Facts, other: Facts) -> tuple[int, float]:

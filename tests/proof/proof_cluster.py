@@ -65,20 +65,23 @@ class ProofCluster(Cluster):
             status = await trainer.get_status()
             return [f"{slot.slot}: {slot.run_id}" for slot in status.slots if slot.run_id]
 
-    def victim(self, kind: str) -> int | None:
-        """A process of a kind; None when there is none right now."""
+    def victims(self, kind: str) -> list[int]:
+        """Processes of a kind, by name; none when there is none right now."""
         service, _, prefix = VICTIMS[kind].partition("/")
         try:
-            pid = self.pid(service)
+            pids = [self.pid(service)]
             if prefix:
                 (record,) = (self.folder / "services" / service).rglob("*children*.json")
-                children = json.loads(record.read_text())
-                pid = next(int(c["pid"]) for c in children if c["name"].startswith(prefix))
+                children = sorted(
+                    (c["name"], int(c["pid"])) for c in json.loads(record.read_text())
+                )
+                pids = [pid for name, pid in children if name.startswith(prefix)]
             below = psutil.Process(int(self.state["pid"])).children(recursive=True)
-        except (OSError, ValueError, KeyError, StopIteration, psutil.NoSuchProcess):
-            return None
+        except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
+            return []
         # A record may name a process that has ended, and its pid somebody else's.
-        return pid if pid in {process.pid for process in below} else None
+        alive = {process.pid for process in below}
+        return [pid for pid in pids if pid in alive]
 
     def orphans(self) -> list[str]:
         """Processes of the cluster that live on without being below its supervisor."""
@@ -94,7 +97,12 @@ VICTIMS = {
     "trainer": "trainer",
     "orchestrator": "orchestrator",
     "workflow-worker": "rollout/worker",
+    "reward-process": "rollout/reward",
     "engine": "engine_host/engine",
     "trainer-rank": "trainer/rank",
+    "rendezvous": "trainer/rendezvous",
+    "worker-zygote": "rollout/zygote",
+    "engine-zygote": "engine_host/zygote",
+    "trainer-zygote": "trainer/zygote",
 }
-"""Kinds of processes: the service, and behind the slash the name of its child."""
+"""Kinds of processes: the service, and behind the slash how its child's name begins."""

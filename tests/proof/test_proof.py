@@ -21,20 +21,31 @@ def cluster(tmp_path_factory):
     assert cluster.outlived() == []
 
 
+REFILLS: tuple[str, ...] = ()
+EARLY = (
+    "workflow.entry=team:apart",
+    "batch.on_sample_failure=drop_sample",  # who may be refilled, or replaced, may call anybody
+    "batch.replace_max=0",
+)
+MODES = {"refills": REFILLS, "early-updates": EARLY}
+
+
 @pytest.mark.real
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", MODES)
 async def test_asynchronous_training_is_synchronous_training(
-    cluster: ProofCluster, proves: Note
+    cluster: ProofCluster, proves: Note, mode: str
 ) -> None:
-    await equal(cluster, proves, versions=2)
+    await equal(cluster, proves, mode, versions=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
 async def test_asynchronous_training_is_synchronous_training_over_five_versions(
-    cluster: ProofCluster, proves: Note
+    cluster: ProofCluster, proves: Note, mode: str
 ) -> None:
-    await equal(cluster, proves, versions=5)
+    await equal(cluster, proves, mode, versions=5)
 
 
 @pytest.mark.real
@@ -49,19 +60,27 @@ async def test_a_hundred_deaths_change_nothing(cluster: ProofCluster, proves: No
     await whole(cluster, proves, num_runs=100)
 
 
-async def equal(cluster: ProofCluster, proves: Note, *, versions: int) -> None:
-    """Overlap, swaps, early updates and refills against training when the whole batch is there."""
-    size = f"versions={versions}"
-    overlapping, _ = await cluster.run(f"asynchronous-{versions}", size)
-    waiting, _ = await cluster.run(f"synchronous-{versions}", size, "pipeline.overlap=false")
-    assert_refilled(overlapping)
+async def equal(cluster: ProofCluster, proves: Note, mode: str, *, versions: int) -> None:
+    """Overlap and swaps, refills or early updates, against waiting for the whole batch."""
+    size = (f"versions={versions}", *MODES[mode])
+    name = f"{mode}-{versions}"
+    overlapping, _ = await cluster.run(f"asynchronous-{name}", *size)
+    waiting, _ = await cluster.run(f"synchronous-{name}", *size, "pipeline.overlap=false")
+    if mode == "refills":
+        assert_refilled(overlapping)
+    else:
+        assert overlapping.early_closures > 0, "the judge was to be updated before the batch ends"
     tokens, weights = differences(overlapping, waiting)
     assert tokens == 0
     assert weights <= TOLERANCE
+    assert (waiting.early_closures, waiting.early_updates) == (0, 0)
     for facts in (overlapping, waiting):
         assert (facts.lost, facts.doubled) == (0, 0)
         assert facts.finished == facts.consumed + facts.void
-    proves(f"{versions} versions, {len(waiting.tokens)} calls: weights equal to {weights:.1e}")
+    proves(
+        f"{mode}: {versions} versions, {len(waiting.tokens)} calls, {overlapping.early_updates} "
+        f"early updates: weights equal to {weights:.1e}"
+    )
 
 
 def assert_refilled(facts: Facts) -> None:

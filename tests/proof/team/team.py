@@ -5,6 +5,7 @@ Nothing depends on time: failures are drawn from `ctx.random`, so they are the s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from flexmarl.rollout.workflow import Context, FinishedSample, Rewards
 
 FAILING = 0.06
 """Share of samples that fail after all of their calls."""
+
+PAUSE_S = 1.0
+"""Of samples without a judge, so that those with one have ended long before."""
 
 
 async def team(ctx: Context, query: Mapping[str, Any]) -> str:
@@ -26,6 +30,18 @@ async def team(ctx: Context, query: Mapping[str, Any]) -> str:
     if ctx.random.random() < FAILING:
         raise RuntimeError("this sample was to fail")
     return verdict.text
+
+
+async def apart(ctx: Context, query: Mapping[str, Any]) -> str:
+    """Some queries have a judge, and he does not wait for the others: he can be updated early."""
+    digits = query["digits"]
+    if digits[0] in "02":
+        return await team(ctx, query)
+    ctx.last("judge")
+    plan = await ctx.call("planner", digits=digits)
+    await asyncio.sleep(PAUSE_S)
+    halves = [ctx.call("solver", digits=half, after=plan) for half in (digits[:2], digits[2:])]
+    return "".join(answer.text for answer in await ctx.gather(*halves))
 
 
 def reward(sample: FinishedSample) -> Rewards:
