@@ -93,7 +93,7 @@ def test_state_that_takes_time_to_load_is_loaded_ahead_once(
         now += {"a": bind_s, "other": others_bind_s}.get(bind.policy, FROM_S)
         training.done(bind, StateSaved(StateFact(version=0)), now=now)
         training.policies[bind.policy].unbind()
-    training.policies["b"].binding = Binding(9, "t0", ("slot0",), now)
+    training.policies["b"].binding = Binding(9, "t0", ("slot0",), now, idle_since=now)
     training.begin_batch(BatchId(0))
     assert [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)] == []
     row = Row(
