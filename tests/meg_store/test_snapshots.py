@@ -95,7 +95,7 @@ async def test_a_segment_that_is_being_sealed_is_no_obstacle(tmp_path):
         go_on, write = threading.Event(), shard.database.backend.write
 
         def slowly(batches) -> None:
-            assert go_on.wait(timeout=20)
+            assert go_on.wait(timeout=50)
             write(batches)
 
         shard.database.backend.write = slowly
@@ -177,7 +177,7 @@ async def slow_copy(shard: Shard) -> AsyncIterator[asyncio.Event]:
 
     def slowly(path: Path) -> None:
         loop.call_soon_threadsafe(asked.set)
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=50)
         copy(path)
 
     backend.checkpoint = slowly

@@ -70,12 +70,14 @@ class Stores(RuleBasedStateMachine):
 
     def open(self, name: str) -> None:
         self.stacks[name] = AsyncExitStack()
+        own = self.folder / name  # the disk tier, too, is a store's own
+        own.mkdir(exist_ok=True)
         served = serving(
-            self.folder,
+            own,
             backend=name,
             sign_of_life_s=0.02,
             # Kept over restarts: only the host's end takes the memory tier away.
-            shm_dir=self.folder / f"memory-{name}",
+            shm_dir=own / "memory",
         )
         entered = self.stacks[name].enter_async_context(served)
         self.stores[name] = self.wait(entered)[0]
@@ -99,7 +101,7 @@ class Stores(RuleBasedStateMachine):
         self.loop.close()
         try:
             if self.stacks:
-                assert check_stores([self.folder]).findings == []
+                assert check_stores([self.folder / "rocks"]).findings == []
         finally:
             shutil.rmtree(self.folder)
 
