@@ -45,7 +45,9 @@ async def assert_evaluated(
             assert {sample.status for sample in ended} == {SAMPLE_STATUS_DONE}
 
 
-async def assert_whole(store_address: str, run_id: str, size: Size) -> None:
+async def assert_whole(
+    store_address: str, run_id: str, size: Size, *, trained: Collection[str] = TRAINED
+) -> None:
     """I4, I5, I7, I9 by what the run's stores hold."""
     async with RunStore.connect(store_address) as store:
         await store.get_run(run_id)
@@ -77,7 +79,7 @@ async def assert_whole(store_address: str, run_id: str, size: Size) -> None:
                 assert [(r.version, r.num_tokens) for r in v.version_runs] == [
                     (batch.batch, v.num_response_tokens)
                 ]
-            for policy in TRAINED:
+            for policy in trained:
                 counts = batch.policies[policy]
                 assert counts.finished == counts.consumed + sum(counts.voided.values())
                 assert counts.consumed == sum(1 for v in done if v.policy == policy)
