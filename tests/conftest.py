@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -52,6 +53,20 @@ SHARED = {
 }
 """Files of tests/trainer, without `test_`, that use one session's rank workers, or its cluster:
 starting those is most of what such a file costs."""
+
+LONG_FILES = ("integration/test_kills.py", "cli/test_train.py", "trainer/")
+"""Files that take a minute or so with few tests, and groups of such."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files keep the order of collection: xdist would begin with those that have most tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: begun last, one of them would keep one core busy and the other idle."""
+    root = Path(__file__).parent
+    items.sort(key=lambda item: not str(item.path.relative_to(root)).startswith(LONG_FILES))
 
 
 @pytest.hookimpl(optionalhook=True)
