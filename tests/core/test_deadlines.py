@@ -13,6 +13,7 @@ SERVICES = {
 # Server streams that end by themselves.
 FINITE = {
     "/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetObject",
+    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/HoldWrites",
     "/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReadSegment",
 }
 
