@@ -12,7 +12,7 @@ import pytest
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Batch, Table
-from flexmarl.meg_store.database import Database, DatabaseConfig
+from flexmarl.meg_store.database import LARGE_BYTES, Database, DatabaseConfig
 from flexmarl.meg_store.memory_backend import MemoryBackend
 
 
@@ -143,6 +143,30 @@ async def test_repeated_call_waits_for_the_first_ones_write():
         assert database.get(Table.META, b"counted") == bytes((7,))
         elsewhere = await database.mutate("other run", "id", b"p", answer(9))
         assert elsewhere != await first
+
+
+async def test_a_small_call_goes_between_large_ones():
+    decided: list[str] = []
+
+    def noted(name: str):
+        def build(draft):
+            decided.append(name)
+            return pb.CommitResponse()
+
+        return build
+
+    async def small(database):
+        for _ in range(3):  # its bytes are read, its handler starts, ...
+            await asyncio.sleep(0)
+        await database.mutate("r", "small", b"", noted("small"))
+
+    async with gated() as (database, backend, _):
+        backend.gate.set()
+        large = [
+            database.mutate("r", name, bytes(LARGE_BYTES), noted(name)) for name in ("a", "b", "c")
+        ]
+        await asyncio.gather(*large, small(database))
+    assert decided == ["small", "a", "b", "c"]
 
 
 async def test_refused_call_leaves_no_trace():

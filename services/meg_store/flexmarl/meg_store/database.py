@@ -2,10 +2,11 @@
 
 All decisions run on the event loop. A `Draft` reads its own writes, then writes that are queued but
 not applied yet, then the backend; building a draft never awaits, so decisions are serialised by the
-loop itself. `commit` queues the draft for the writer thread and returns once it is acknowledged.
-Readers outside of drafts see the backend: what is acknowledged, and what the writer is flushing at
-that moment. The log is flushed in order, so whatever is decided on the latter is never durable
-before it; a flush that fails ends the process.
+loop itself. Large calls take turns, so that a small one need not wait for all of them. `commit`
+queues the draft for the writer thread and returns once it is acknowledged. Readers outside of
+drafts see the backend: what is acknowledged, and what the writer is flushing at that moment. The
+log is flushed in order, so whatever is decided on the latter is never durable before it; a flush
+that fails ends the process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from flexmarl.meg_store.backend import TABLES, Backend, Batch, Table
 from flexmarl.meg_store.event_log import EventLogs
 from flexmarl.meg_store.write_hold import WriteHold
 from flexmarl.meg_store.writer import Job, Writer
+
+LARGE_BYTES = 64 << 10
+"""From here on a mutation takes its turn: deciding over it holds the loop for milliseconds."""
+
+_ROUNDS = 4
+"""Rounds of the loop that a call needs from its arrival to its decision, and some."""
 
 _HASH_BYTES = 16
 _MAX_REQUEST_ID = 128
@@ -115,6 +122,7 @@ class Database:
         self._check_room = check_room
         self._pending: list[dict[bytes, tuple[bytes | None, Batch]]] = [{} for _ in TABLES]
         self._sequences: dict[str, int] = {}
+        self._turns = asyncio.Lock()
         self.queued_bytes = 0
         self.hold = WriteHold(max_waiting_bytes=config.max_queued_bytes)
         self.writer = Writer(backend, loop=asyncio.get_running_loop(), on_fatal=on_fatal)
@@ -259,6 +267,8 @@ class Database:
                 ErrorReason.INVALID_ARGUMENT,
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
+        if len(payload) >= LARGE_BYTES:
+            await self._turn()
         if self.hold.is_held:
             await self.hold.passed(len(payload))
         draft = self.begin(essential=essential)
@@ -274,6 +284,15 @@ class Database:
         self._remember(draft, run_id, request_id, digest + response)
         await self.commit(draft, sync=sync)
         return response
+
+    async def _turn(self) -> None:
+        """Lets small calls in between large ones, which would else be decided in one go.
+
+        Waits for the large calls before it, each of which only waits for these rounds itself.
+        """
+        async with self._turns:
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
 
     def _remember(self, draft: Draft, run_id: str, request_id: str, answer: bytes) -> None:
         number = self._next_sequence(run_id)
