@@ -112,14 +112,14 @@ class Balancer:
         margin = 1.0 + self._config.gain_margin
         own_base, near_s, far_s = receiver.base, receiver.load_s, receiver.restart_s
         best, best_gain_s, best_net_s, best_cost_s = None, 0.0, 0.0, 0.0
-        # Unpacked, without calls: this runs over all policies at every look.
+        # Without calls: this runs over all policies at every look.
         for load in loads:
-            _, base, num_instances, _, _, _, drain_s, giver_s, _, _, _ = load
-            if num_instances < 2 or load is receiver:
+            if load.num_instances < 2 or load is receiver:
                 continue
-            slower = giver_s > drain_s and giver_s > after_s
+            giver_s = load.drain_with_less_s
+            slower = giver_s > after_s and giver_s > load.drain_s
             gain_s = before_s - (giver_s if slower else after_s)
-            cost_s = near_s if base == own_base else far_s
+            cost_s = near_s if load.base == own_base else far_s
             net_s = gain_s - margin * cost_s
             if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
                 best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s

@@ -7,8 +7,9 @@ looking at their policies costs; a policy of which nothing has changed costs nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import exp, inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from flexmarl.core.dispatch_records import PolicyBook
 
@@ -19,8 +20,9 @@ _MEMORY_S: Final = 10.0
 """Seconds of requests after which a rate is worth a third of a new one."""
 
 
-class PolicyLoad(NamedTuple):
-    """A policy at one moment.
+@dataclass(slots=True)
+class PolicyLoad:
+    """A policy at one moment; never changed (being frozen would double the cost of a look).
 
     Attributes:
         policy: Policy.
