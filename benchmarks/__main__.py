@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import logging
 import sys
+
+import structlog
 
 from benchmarks.report import Report
 
@@ -35,6 +38,11 @@ def main() -> int:
         print(f"no benchmark so far: {', '.join(missing)}", file=sys.stderr)
     if not built:
         return 2
+    # What is on stdout are figures, and nothing else.
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
     report = Report()
     try:
         for module in built:
