@@ -261,6 +261,12 @@ def test_returns_reach_over_observations(
     assert advantages == expected
 
 
+def test_whitened_advantages_have_mean_0_and_variance_1_where_the_mask_is_1() -> None:
+    low, high, masked = whitened([1.0, 3.0, 9.0], [1, 1, 0])
+    assert (low, masked) == (-high, 0.0)
+    assert high == pytest.approx(0.5**0.5, rel=1e-6)  # of two, the unbiased variance is 2
+
+
 def test_gae_refuses_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="2 rewards, 1 values, 2 mask entries"):
         gae([0, 1], [0], [1, 1], gamma=1, lam=1)

@@ -105,6 +105,16 @@ def test_the_oldest_group_goes_first_and_is_trained_while_others_run() -> None:
     assert whole.step_s == pytest.approx(11.0 + 11.0 + 4.0)
 
 
+def test_a_join_starts_after_the_last_of_those_that_it_waits_for() -> None:
+    diamond = [
+        vertex(0, "a", 1, after=[]),
+        vertex(1, "a", 2, after=[0]),
+        vertex(2, "b", 5, after=[0]),
+        vertex(3, "a", 1, after=[1, 2]),
+    ]
+    assert step(Mode.FULL, [diamond]).rollout_s == 1 + 5 + 1
+
+
 def test_without_balancing_each_policy_has_its_share_of_the_slots() -> None:
     group = [chain(("a", 3)), chain(("a", 3))]
     assert step(Mode.FULL, group).rollout_s == 3.0
