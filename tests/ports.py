@@ -13,4 +13,4 @@ _CLAIMS = PortClaims()
 
 def own_port() -> int:
     """A port of 127.0.0.1 that is this process's until it ends."""
-    return _CLAIMS.pick(1, host="127.0.0.1")[0]
+    return _CLAIMS.pick("127.0.0.1")

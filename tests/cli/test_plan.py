@@ -74,7 +74,7 @@ def test_toml_reads_back(tmp_path):
 
 def test_ports_are_free_and_outside_of_the_range_of_outgoing_connections():
     with PortClaims() as claims:
-        ports = claims.pick(5, host="127.0.0.1")
+        ports = [claims.pick("127.0.0.1") for _ in range(5)]
         assert len(set(ports)) == 5
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             low = int(file.read().split()[0])
@@ -84,7 +84,7 @@ def test_ports_are_free_and_outside_of_the_range_of_outgoing_connections():
 def test_a_port_that_was_picked_is_picked_by_nobody_else_until_it_is_given_back():
     """Also where nobody listens there yet."""
     with PortClaims() as first, PortClaims() as second:
-        (port,) = first.pick(1, host="127.0.0.1")
+        port = first.pick("127.0.0.1")
         assert not second.take("127.0.0.1", port)
         first.close()
         assert second.take("127.0.0.1", port)

@@ -159,7 +159,7 @@ def _addresses(
         last = last_ports.get(name)
         if not port and isinstance(last, int) and claims.take(host, last):
             port = last
-        addresses[name] = f"{host}:{port or claims.pick(1, host=host)[0]}"
+        addresses[name] = f"{host}:{port or claims.pick(host)}"
     return addresses
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from itertools import chain
 from pathlib import Path
 from random import SystemRandom
 from types import TracebackType
@@ -58,25 +59,19 @@ class PortClaims:
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
-    def pick(self, count: int, *, host: str) -> list[int]:
-        """Free ports, all different, claimed.
+    def pick(self, host: str) -> int:
+        """A free port, claimed.
 
         Raises:
-            CliError: When there are not enough.
+            CliError: There is none.
         """
         highest = max(_ephemeral_start(), _LOWEST + 1000)
         ports = range(_LOWEST, highest)
         first = SystemRandom().randrange(len(ports))
-        picked: list[int] = []
-        for step in range(len(ports)):
-            if len(picked) == count:
-                break
-            port = ports[(first + step) % len(ports)]
+        for port in chain(ports[first:], ports[:first]):
             if self.take(host, port):
-                picked.append(port)
-        if len(picked) < count:
-            raise CliError(f"no {count} free ports between {_LOWEST} and {highest} on {host}")
-        return picked
+                return port
+        raise CliError(f"no free port between {_LOWEST} and {highest} on {host}")
 
     def take(self, host: str, port: int) -> bool:
         """Claims one port; False when somebody holds it or has claimed it."""

@@ -51,13 +51,13 @@ class Prefetcher:
         if room is None:
             return 0
         moments = room.memory[block.padded_bytes :]
+        loaded = None
         try:
             self._files.load(segments["master"], block, room.memory)
             self._files.load(segments["moments"], block, moments)
-        except BaseException:
-            self._memory.leave(room, None)
-            raise
-        self._memory.leave(room, key)
+            loaded = key
+        finally:
+            self._memory.leave(room, loaded)
         return state_bytes(block)
 
 
