@@ -32,11 +32,12 @@ class RunGoesOn(pb_grpc.OrchestratorServiceServicer):
 
     def WatchProgress(self, request, context) -> Iterator[pb.WatchProgressResponse]:
         self.asked.append(request)
+        # Before the first answer: who leaves upon it ends the handler where it yields.
+        if not context.add_callback(self.over.set):
+            self.over.set()
         first = message(report(0, 0.125), report(1, 0.25))
         first.progress.reasons.add(what="store: commit version 3", waited_ms=2500, ends="it does")
         yield first
-        if not context.add_callback(self.over.set):  # the caller left before this line
-            self.over.set()
         self.over.wait(30)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
@@ -68,7 +68,7 @@ class OrchestratorClient(ServiceClient):
 
     async def watch_progress(
         self, run_id: str, *, from_version: int = 0, interval_ms: int = 500
-    ) -> AsyncIterator[pb.WatchProgressResponse]:
+    ) -> AsyncGenerator[pb.WatchProgressResponse, None]:
         """Reports of committed versions and the present state, until the run ends.
 
         Waits for the orchestrator, which sends at least every `interval_ms`; freed by the end of

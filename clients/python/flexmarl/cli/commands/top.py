@@ -72,10 +72,12 @@ async def _messages(run_id: str, address: str) -> AsyncGenerator[Message, None]:
     """The state twice a second, at first with the newest reports; ends with the run."""
     async with OrchestratorClient.connect(address, patience_s=_PATIENCE_S) as orchestrator:
         now = await orchestrator.get_run_status(run_id)
-        async for message in orchestrator.watch_progress(
+        watched = orchestrator.watch_progress(
             run_id, from_version=max(now.version - HISTORY, 0), interval_ms=_INTERVAL_MS
-        ):
-            yield message
+        )
+        async with aclosing(watched) as messages:
+            async for message in messages:
+                yield message
 
 
 async def _first(run_id: str, address: str) -> Message:
