@@ -85,6 +85,10 @@ class Cluster:
     def state(self) -> dict[str, Any]:
         return json.loads((self.folder / "cluster.json").read_text())
 
+    def is_running(self, service: str) -> bool:
+        """Whether it has a process: one that was killed has none until it is started again."""
+        return self.state["services"][service]["pid"] is not None
+
     def pid(self, service: str) -> int:
         return int(self.state["services"][service]["pid"])
 

@@ -69,6 +69,8 @@ class ProofCluster(Cluster):
         """Processes of a kind, by name; none when there is none right now."""
         service, _, prefix = VICTIMS[kind].partition("/")
         try:
+            if not self.is_running(service):
+                return []
             pids = [self.pid(service)]
             if prefix:
                 (record,) = (self.folder / "services" / service).rglob("*children*.json")
