@@ -10,19 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from gsm8k import POLICIES, dataset
 from safetensors.torch import load_file
 
 from scripts.peak_memory import PeakMemory
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICIES = ("solver", "verifier", "refiner")
 MEMORY_BOUND_BYTES = 16 << 30
-
-
-def dataset() -> Path:
-    """GSM8K where it is; else a few questions of the same form."""
-    path = Path(os.environ.get("FLEXMARL_GSM8K_DATA", ""))
-    return path if path.is_file() else Path(__file__).with_name("questions.jsonl")
 
 
 @pytest.mark.real
