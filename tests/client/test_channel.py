@@ -186,3 +186,28 @@ async def test_a_silent_call_outlasts_many_pings(echo, monkeypatch, tolerant):
 
 def test_request_ids_differ():
     assert len({new_request_id() for _ in range(1000)}) == 1000
+
+
+async def test_a_host_that_answers_slowly_is_reached():
+    """A busy host takes longer to set a connection up than the first back-off lasts."""
+    slow_s = 5 * keepalive.RECONNECT_INITIAL_BACKOFF_MS / 1000
+
+    async with serving(Echo()) as server, asyncio.TaskGroup() as tasks:
+        host, port = server.address.rsplit(":", 1)
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+            writer.close()
+
+        async def delayed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(slow_s)
+            onward_reader, onward_writer = await asyncio.open_connection(host, int(port))
+            tasks.create_task(pass_on(onward_reader, writer))
+            await pass_on(reader, onward_writer)
+
+        front = await asyncio.start_server(delayed, "127.0.0.1", 0)
+        address = "{}:{}".format(*front.sockets[0].getsockname())
+        async with connect(address) as channel:
+            assert await channel.unary_unary(path("Unary"))(b"there", timeout=5.0)
+        front.close()

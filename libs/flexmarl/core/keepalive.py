@@ -26,6 +26,11 @@ RECONNECT_MAX_BACKOFF_MS: Final = 1_000
 own default is two minutes. A dispatcher that was started anew waits longer than that for the engine
 hosts of the one before it."""
 
+CONNECT_TIMEOUT_MS: Final = 5_000
+"""A connection has to stand, with its handshakes, within this time. gRPC calls it the least time
+between two attempts, but one that fails sooner is repeated after the back-off; a short time refuses
+whoever reaches a busy host."""
+
 NAME_LOOKUP_INTERVAL_MS: Final = 1_000
 """A name is looked up again this soon: a restarted container may have another address. gRPC's own
 default of 30 s would use up half of a client's patience."""
@@ -67,7 +72,7 @@ def client_options() -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_INITIAL_BACKOFF_MS),
-        ("grpc.min_reconnect_backoff_ms", RECONNECT_INITIAL_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_BACKOFF_MS),
         ("grpc.dns_min_time_between_resolutions_ms", NAME_LOOKUP_INTERVAL_MS),
         ("grpc.enable_retries", 0),  # the client retries by itself, with the same request id
