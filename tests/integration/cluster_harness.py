@@ -78,7 +78,7 @@ class Cluster:
     def down(self) -> None:
         self.note_processes()
         # What is stored would stay, in memory too, wherever the folder goes.
-        done = run_cli("down", "--purge", "--data-dir", str(self.folder), timeout_s=60)
+        done = run_cli("down", "--purge", "--data-dir", str(self.folder), timeout_s=120)
         assert done.returncode == 0, done.stdout + done.stderr
 
     @property

@@ -131,7 +131,7 @@ async def test_a_run_survives_the_pause_of(victim: str, cluster: Cluster, tmp_pa
     await survive(f"pause-{victim}", misfortune, cluster, tmp_path)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_why_names_an_engine_that_was_stopped(cluster: Cluster, tmp_path: Path):
     """I8: a run whose engine hangs says so, with its process and what would end it."""
     said: list[str] = []
