@@ -229,6 +229,19 @@ async def test_a_message_beyond_the_limit_is_refused(store, locks):
     assert len(await store.list_runs()) == 2
 
 
+async def test_calls_that_never_send_their_message_hold_nobody_up(store, locks):
+    shown = locks.shown(TOKENS["admin"])
+    metadata = (("authorization", f"Bearer {shown.token}"),)
+    async with raw_channel(store.address, shown) as channel:
+        begun = [channel.stream_unary(LIST_RUNS)(metadata=metadata) for _ in range(50)]
+        for call in begun:
+            await call.wait_for_connection()
+        assert len(await store.list_runs()) == 2
+        for call in begun:
+            assert not call.done()
+            call.cancel()
+
+
 @pytest.mark.parametrize("path", ["../../evil", "/etc/evil", "a/../../evil", "evil\0"])
 async def test_no_name_leads_out_of_the_stores_folder(store, locks, folder, path):
     for call in (

@@ -14,6 +14,7 @@ from locks import TOKENS
 from flexmarl.runtime.metrics import new_registry
 from flexmarl.runtime.metrics_endpoint import MAX_CONNECTIONS, MetricsEndpoint
 from flexmarl.runtime.server import GrpcServer
+from flexmarl.runtime.tls import server_context
 
 
 def scrape(port, locks, *, token="", with_certificate=True):
@@ -63,4 +64,40 @@ def test_silent_clients_are_few_and_are_hung_up_on():
     finally:
         for connection in silent:
             connection.close()
+        endpoint.close()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on():
+    endpoint = MetricsEndpoint(
+        registry=new_registry(), host="127.0.0.1", port=0, timeout_s=20, connection_s=0.1
+    )
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=0.05) as dripping:
+        try:
+            with pytest.raises(ConnectionError):
+                for _ in range(400):
+                    dripping.send(b"G")
+                    drip(dripping)
+        finally:
+            endpoint.close()
+
+
+def drip(connection):
+    """Waits a little for an answer, of which there is none; or says that it is over."""
+    try:
+        if connection.recv(1) == b"":
+            raise ConnectionResetError
+    except TimeoutError:
+        pass
+
+
+def test_a_slow_handshake_is_hung_up_on(locks):
+    context = server_context(locks.server_config().tls)
+    endpoint = MetricsEndpoint(
+        registry=new_registry(), host="127.0.0.1", port=0, tls=context, connection_s=0.1
+    )
+    try:
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) as slow:
+            slow.send(b"\x16\x03\x01")  # a handshake begins like this
+            assert slow.recv(1) == b""
+    finally:
         endpoint.close()

@@ -86,7 +86,8 @@ class ServerConfig(Section):
     tls: ServerTlsConfig = ServerTlsConfig()
     """Certificates."""
     tokens: Path | None = None
-    """File of the tokens that callers must show, mode 0600; unset: everybody may call."""
+    """File of the tokens that callers must show, mode 0600; unset: everybody may call.
+    SIGHUP has it read again."""
     insecure: bool = False
     """Listen beyond loopback without `tls` and `tokens`: another wall keeps strangers out."""
     max_requests_per_s: float = Field(default=500.0, ge=0)

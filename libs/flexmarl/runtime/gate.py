@@ -41,6 +41,10 @@ class Gate:
         self._tokens = tokens
         self._limit = RateLimit(max_requests_per_s)
 
+    def use(self, tokens: Tokens) -> None:
+        """Know these tokens from now on; a stream that is open already was admitted and goes on."""
+        self._tokens = tokens
+
     def check(self, method: str, request: Any, context: Context) -> None:  # noqa: ANN401
         """Let a call pass, or refuse it.
 

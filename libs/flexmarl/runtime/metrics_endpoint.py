@@ -1,7 +1,8 @@
 """The HTTP endpoint of Prometheus, with the service's own certificates and tokens.
 
-Each connection has a thread, a bound on its time and a place among few: a client that sends slowly,
-or nothing, holds its place for seconds and nobody else's. The handshake is made in that thread.
+Each connection has a thread, two bounds on its time and a place among few: a client that sends nothing
+holds its place for seconds, one that sends slowly not much longer, and neither holds anybody else's.
+The handshake is made in that thread.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from socket import AF_INET6, socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from socket import AF_INET6, SHUT_RDWR, socket
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S: Final = 10.0
 """A connection that sends or takes nothing for this long is closed."""
+
+CONNECTION_S: Final = 30.0
+"""A connection is closed after this time, whatever it sends: a byte now and then is no silence."""
 
 MAX_CONNECTIONS: Final = 16
 """Connections at once; further ones are closed."""
@@ -42,6 +47,7 @@ class MetricsEndpoint:
         tls: Certificates; None: plain HTTP.
         admits: Whether an `Authorization` header lets in; None: everybody may read.
         timeout_s: Longest silence of a connection.
+        connection_s: Longest time of a connection.
 
     Raises:
         DomainError: PORT_IN_USE.
@@ -56,6 +62,7 @@ class MetricsEndpoint:
         tls: ssl.SSLContext | None = None,
         admits: Callable[[str], bool] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
+        connection_s: float = CONNECTION_S,
     ) -> None:
         kind = _Server6 if ":" in host else _Server
         try:
@@ -68,6 +75,7 @@ class MetricsEndpoint:
             ) from None
         self._server.tls = tls
         self._server.timeout_s = timeout_s
+        self._server.connection_s = connection_s
         self._server.set_app(_guarded(make_wsgi_app(registry), admits))
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -94,6 +102,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = 4 * MAX_CONNECTIONS
     tls: ssl.SSLContext | None = None
     timeout_s = REQUEST_TIMEOUT_S
+    connection_s = CONNECTION_S
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - those of the base class
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -124,17 +133,37 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Shake hands, then answer."""
         assert isinstance(request, socket)
         request.settimeout(self.timeout_s)
-        if self.tls is None:
-            super().finish_request(request, client_address)
-            return
-        with self.tls.wrap_socket(request, server_side=True) as encrypted:
-            super().finish_request(encrypted, client_address)
+        with _hung_up_after(self.connection_s, request):
+            if self.tls is None:
+                super().finish_request(request, client_address)
+                return
+            with self.tls.wrap_socket(request, server_side=True) as encrypted:
+                super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """A broken connection or handshake is the client's business."""
         _log.debug(
             "metrics_connection_failed", peer=str(client_address), error=str(sys.exception())
         )
+
+
+@contextmanager
+def _hung_up_after(seconds: float, connection: socket) -> Iterator[None]:
+    """Ends the connection if the block takes longer, which then fails at its next read or write."""
+    # A handle of its own: encryption takes the connection's away.
+    with connection.dup() as held:
+        timer = threading.Timer(seconds, _hang_up, (held,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _hang_up(connection: socket) -> None:
+    with suppress(OSError):  # it ended by itself meanwhile
+        connection.shutdown(SHUT_RDWR)
 
 
 class _Server6(_Server):

@@ -1,4 +1,4 @@
-"""The gRPC server that every service is: limits, health, reflection, metrics, orderly stop."""
+"""The gRPC server that every service is: locks, health, reflection, metrics, orderly stop."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ class GrpcServer:
         self._stop_error: BaseException | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
+        self._gate: Gate | None = None
         self._port = 0
 
     @property
@@ -162,7 +163,7 @@ class GrpcServer:
         except BaseException:
             await server.stop(None)  # gives the port back
             raise
-        self._server = server
+        self._server, self._gate = server, locks.gate
         _log.info("listening", address=self.address, metrics_port=self.metrics_port)
         locks.tell(self._config.host)
         return self._port
@@ -191,8 +192,22 @@ class GrpcServer:
             self._stop_reason, self._stop_error = reason, error
             self._stopping.set()
 
+    def read_tokens_again(self) -> None:
+        """Know the tokens that the file names now; those of before where it cannot be read."""
+        assert self._gate is not None, "there is a file of tokens"
+        assert self._config.tokens is not None
+        try:
+            tokens = read_tokens(self._config.tokens)
+        except ConfigError as error:
+            _log.error("tokens_kept", reason=str(error))
+            return
+        self._gate.use(tokens)
+        _log.info("tokens_read", known=sorted(grant.name for _, grant in tokens.grants))
+
     async def serve_until_signal(self) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop.
+
+        Where callers show tokens, SIGHUP has their file read again.
 
         Raises:
             ServiceFailedError: From the error given to `request_stop`. A type of its own, so that a
@@ -201,12 +216,14 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop, signal.Signals(number).name)
+        if self._gate is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.read_tokens_again)
         self._handles_signals = True
         self._announce()
         try:
             await self._stopping.wait()
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
             await self.stop()
         if self._stop_error is not None:

@@ -21,6 +21,7 @@ from typing import Final
 from flexmarl.client.policies import export_policy
 from flexmarl.client.store import StoreClient
 from flexmarl.core.checkpoints import CheckpointRule
+from flexmarl.core.ids import check_name
 
 DESCRIPTION: Final = "checkpoint.json"
 _UNFINISHED: Final = ".unfinished-"
@@ -53,7 +54,10 @@ async def write_checkpoint(
     Raises:
         DomainError: NOT_FOUND when the weights are not kept any more; MODEL_INVALID.
         OSError: The folder cannot be written.
+        ValueError: A policy's name is none, and might lead out of the folder.
     """
+    for policy in policies:
+        check_name(policy, what="policy")
     place = folder / f"v{version:07d}"
     await asyncio.to_thread(_sweep, folder)
     if not place.exists():

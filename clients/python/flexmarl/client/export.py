@@ -75,10 +75,10 @@ def write_hf_folder(
             split.
 
     Raises:
-        DomainError: ALREADY_EXISTS when `out` exists and `replace` is false; MODEL_INVALID when the
-            base folder has no config.
+        DomainError: ALREADY_EXISTS when `out` exists, a link to nowhere included, and `replace` is
+            false; MODEL_INVALID when the base folder has no config.
     """
-    if out.exists() and not replace:
+    if os.path.lexists(out) and not replace:
         raise DomainError(ErrorReason.ALREADY_EXISTS, f"{out}: exists already; give another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
@@ -176,10 +176,14 @@ def _write_config(base_model: Path, folder: Path, dtype: str) -> None:
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    if not out.exists():
+    if not os.path.lexists(out):
         temporary.rename(out)
         return
     old = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     out.rename(old)
     temporary.rename(out)
-    shutil.rmtree(old)
+    # Of a link the link alone goes: what it leads to is not of this export.
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old)
+    else:
+        old.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ async def export_trajectories(
 
 
 def _refuse_existing(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):
         raise DomainError(ErrorReason.ALREADY_EXISTS, f"{out}: exists already; give another folder")
 
 

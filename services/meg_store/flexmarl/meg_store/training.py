@@ -101,6 +101,8 @@ class Training:
         books = self._of(request.run_id)
         expected = request.expected_version if request.HasField("expected_version") else None
         fencing.check_commit(newest=books.newest, expected=expected, version=manifest.version)
+        for policy in manifest.policies:
+            check_name(policy, what="policy")  # exports name folders after it
         self._segments.check_sealed(_refs_of_manifest(manifest))
         manifest.committed_unix_ns = time.time_ns()
         draft.put(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def export(
         CliError: The folder exists.
         DomainError: No such run, policy or version.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise CliError(f"--out {out}: exists already; give another folder")
 
     async def write(store: StoreClient, folder: ClusterFolder) -> int:
