@@ -47,7 +47,11 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+    return {str(p.relative_to(folder)): p.read_text() for p in below(folder) if p.is_file()}
+
+
+def below(folder: Path) -> list[Path]:
+    return list(folder.rglob("*"))
 
 
 async def prepared(store, base: Path) -> Callable[[str], Awaitable[None]]:
@@ -90,8 +94,8 @@ async def test_names_that_lead_out_are_refused_wherever_they_come_from(
                 await export_trajectories(
                     store, name, out=out, format_="jsonl", decode=lambda *_: ""
                 )
-        assert not (tmp_path / "out").exists() or content(tmp_path / "out") == {}
-        assert not list(tmp_path.rglob("*evil*"))
+        assert content(tmp_path / "out") == {}
+        assert not [path for path in below(tmp_path) if "evil" in path.name]
         assert await export_policy(store, RUN, "p", out=out, cache_dir=cache) == 0
 
 

@@ -8,9 +8,9 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from integration.cluster_harness import eventually
 from locks import Locks
 
 from flexmarl.runtime.secret_files import write_secret
@@ -39,12 +39,6 @@ def is_let_in(port: int, locks: Locks, token: str) -> bool:
         return False
 
 
-async def until(done: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await done():
-            await asyncio.sleep(0.02)
-
-
 async def test_a_signal_has_the_file_read_again(locks: Locks, tmp_path: Path) -> None:
     file, announced = tmp_path / "tokens.toml", tmp_path / "address.json"
     name_tokens(file, alice="of-alice")
@@ -59,21 +53,17 @@ async def test_a_signal_has_the_file_read_again(locks: Locks, tmp_path: Path) ->
     async def passes(name: str) -> bool:
         return await asyncio.to_thread(is_let_in, port, locks, f"of-{name}")
 
-    async def handles_signals() -> bool:
-        return announced.exists()
-
-    async def alice_is_out() -> bool:
-        return not await passes("alice")
-
     server.set_ready(True)
     serving = asyncio.create_task(server.serve_until_signal())
     try:
-        await until(handles_signals)
+        await eventually(announced.exists, what="signals to be handled")
         assert await passes("alice")
         assert not await passes("bob")
         name_tokens(file, bob="of-bob")
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(alice_is_out)
+        async with asyncio.timeout(30):
+            while await passes("alice"):
+                pass
         assert await passes("bob")
         # What cannot be read changes nothing: nobody is locked out, and nobody let in.
         for broken in (b"[tokens", b"", b"[tokens.eve]\nrole = 'root'\n"):

@@ -1,8 +1,8 @@
 """The HTTP endpoint of Prometheus, with the service's own certificates and tokens.
 
-Each connection has a thread, two bounds on its time and a place among few: a client that sends nothing
-holds its place for seconds, one that sends slowly not much longer, and neither holds anybody else's.
-The handshake is made in that thread.
+Each connection has a thread, two bounds on its time and a place among few: a client that sends
+nothing holds its place for seconds, one that sends slowly not much longer, and neither holds
+anybody else's. The handshake is made in that thread.
 """
 
 from __future__ import annotations
