@@ -92,6 +92,12 @@ def test_a_row_that_may_not_be_trained_on_is_named(name, edit, reason):
     assert "m1" in caught.value.message
 
 
+def test_a_micro_batch_of_nothing_is_refused():
+    with pytest.raises(DomainError, match="m1 has no rows") as caught:
+        pack()
+    assert caught.value.reason is ErrorReason.INVALID_ARGUMENT
+
+
 def test_many_bad_rows_are_counted():
     bad = [vertex(f"v{number}", prompt=[1], response=[2]) for number in range(8)]
     for item in bad:

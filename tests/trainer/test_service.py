@@ -11,7 +11,9 @@ from trainer.harness import make_rows
 from trainer.service_harness import Cluster, Run, fails
 
 from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.ids import BatchId, micro_batch_id
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -185,6 +187,20 @@ async def test_rows_that_may_not_be_trained_on_are_refused_by_name(
     # Nothing was added and the binding is as good as before.
     state = (await run.suspend("p")).state
     assert list(state.ledger) == [good.micro_batch_id]
+
+
+async def test_rows_that_are_nowhere_are_refused_by_name(run: Run) -> None:
+    good = await run.micro_batch("p", make_rows(3), batch=0)
+    lost = graph_pb2.MicroBatch()
+    lost.CopyFrom(good)
+    lost.micro_batch_id = micro_batch_id(BatchId(0), ordinal=99, policy="p")
+    unknown = lost.rows[1].vertex_id.replace("/0:0", "/0:7")
+    lost.rows[1].vertex_id = unknown
+    await run.bind("p", ["slot0"])
+    with fails(ErrorReason.VERTEX_NOT_FOUND, match=unknown):
+        await run.compute(lost)
+    assert (await run.compute(good)).counts.num_rows == 3
+    assert list((await run.suspend("p")).state.ledger) == [good.micro_batch_id]
 
 
 async def test_weights_other_than_the_bound_ones_are_refused(run: Run) -> None:

@@ -258,8 +258,10 @@ class PolicyTrainerConfig(_Section):
     """Most rows per micro-batch."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens per micro-batch, prompts included; a longer row is one alone."""
-    max_tokens_per_pass: Annotated[int, Field(ge=1)] = 16384
-    """Tokens per forward pass; a micro-batch is cut into passes of at most this size."""
+    max_tokens_per_pass: Annotated[int, Field(ge=1)] | None = None
+    """Tokens per forward pass; a micro-batch is cut into passes of at most this size. Unset means
+    16,384, and on CPUs, where a lack of memory ends the process, no more than what 512 MiB of
+    activations hold by the shape of the model."""
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of forward and backward; master weights stay float32, or float64 with float64."""
     gradient_checkpointing: bool = False

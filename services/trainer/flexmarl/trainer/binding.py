@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.core.activations import MAX_TOKENS
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ledger import Ledger, Presence, check_apply
 from flexmarl.core.trainer_slots import Claim
@@ -198,7 +199,7 @@ class Binding:
                 raise
             if budget.max_tokens:
                 raise _does_not_fit(packed, budget) from error
-            configured = self._parts.config.trainer.max_tokens_per_pass
+            configured = self._parts.config.trainer.max_tokens_per_pass or MAX_TOKENS
             budget.max_tokens = max(1, min(configured, packed.num_model_tokens // len(ranks)) // 2)
             if len(ranks) > 1:
                 raise DomainError(

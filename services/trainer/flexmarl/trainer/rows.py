@@ -40,8 +40,14 @@ def pack_rows(
     anything else are refused by name, and with them the micro-batch.
 
     Raises:
-        DomainError: WEIGHTS_MISMATCH, or INVALID_ARGUMENT for rows that are not whole.
+        DomainError: WEIGHTS_MISMATCH, or INVALID_ARGUMENT for rows that are not whole, or none.
     """
+    if not vertices:
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT,
+            f"{micro_batch.micro_batch_id} has no rows: record a micro-batch of at least one",
+            {"micro_batch_id": micro_batch.micro_batch_id},
+        )
     _refuse_others(vertices, micro_batch, version, weights_hash)
     for vertex in vertices:
         _check_whole(vertex.meta, vertex.payload, micro_batch)

@@ -29,6 +29,7 @@ class Learner:
         model: Its model.
         state: Its state.
         policy_loss: Its policy loss.
+        max_tokens: Most tokens of a pass.
         reference: First weights, for the divergence; None without one.
         group: Process group.
         device: Device.
@@ -38,6 +39,7 @@ class Learner:
     model: ScoringModel
     state: ShardedState
     policy_loss: PolicyLoss
+    max_tokens: int
     reference: Reference | None
     group: dist.ProcessGroup
     device: torch.device
@@ -86,7 +88,7 @@ def _passes(rows: Rows, learner: Learner) -> list[PassColumns]:
     plan = plan_passes(
         rows.lengths,
         world_size=learner.group.size(),
-        max_tokens=learner.config.trainer.max_tokens_per_pass,
+        max_tokens=learner.max_tokens,
     )
     return [make_pass(rows, chosen, device=learner.device) for chosen in plan[learner.group.rank()]]
 

@@ -25,6 +25,7 @@ from flexmarl.trainer.rank.memory import DeviceMemory, StateKey
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
+from flexmarl.trainer.rank.pass_size import max_tokens_of
 from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import Resident
 from flexmarl.trainer.rank.state_files import StateFiles
@@ -113,11 +114,10 @@ class RankWorker:
         rows = Rows.parse(command)
         self._check_tokens(rows, bound.resident, command.micro_batch_id)
         try:
-            stats = add_micro_batch(
-                rows,
-                _with_budget(bound.learner, command.max_tokens_per_pass),
-                num_updates=command.num_updates,
-            )
+            learner = bound.learner
+            if command.max_tokens_per_pass:
+                learner = replace(learner, max_tokens=command.max_tokens_per_pass)
+            stats = add_micro_batch(rows, learner, num_updates=command.num_updates)
         except Exception as error:
             self._rebuild(bound)
             known = told_apart(error)
@@ -224,6 +224,7 @@ class RankWorker:
             model=resident.model,
             state=bound.state,
             policy_loss=choose(config.loss.kind, package=Path(command.package_path)),
+            max_tokens=max_tokens_of(resident.model, config.trainer, device=self._device),
             reference=reference,
             group=resident.group,
             device=self._device,
@@ -274,14 +275,6 @@ class RankWorker:
                 f"{micro_batch_id}: a token is outside of the model's vocabulary of {vocab}",
                 {"micro_batch_id": micro_batch_id, "vocabulary": str(vocab)},
             )
-
-
-def _with_budget(learner: Learner, max_tokens: int) -> Learner:
-    if not max_tokens:
-        return learner
-    config = learner.config
-    trainer = config.trainer.model_copy(update={"max_tokens_per_pass": max_tokens})
-    return replace(learner, config=config.model_copy(update={"trainer": trainer}))
 
 
 def _first_weights(
