@@ -50,9 +50,14 @@ async def fail(config):
     await server.serve_until_signal()
 
 
+async def lack(config):
+    """Imports what only an extra brings."""
+    import no_such_library.part  # noqa: F401
+
+
 SCRIPT = """
 import sys
-from runtime.test_main import fail, serve_echo
+from runtime.test_main import fail, lack, serve_echo
 from flexmarl.runtime.config import ServiceConfig
 from flexmarl.runtime.main import run_service
 sys.exit(run_service("echo", ServiceConfig, serve_echo))
@@ -135,6 +140,23 @@ def test_a_port_in_use_refuses_to_start_in_one_line(start, tmp_path):
     assert second.returncode == EXIT_START_REFUSED
     assert stderr.splitlines()[-1] == (
         f"flexmarl echo: PORT_IN_USE: cannot listen on 127.0.0.1:{port}"
+    )
+
+
+def test_a_missing_extra_refuses_to_start_in_one_line():
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("serve_echo)", "lack)")],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == EXIT_START_REFUSED
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == (
+        "flexmarl echo: no_such_library is not installed here: pip install 'flexmarl[echo]', "
+        "or use the image of this service"
     )
 
 

@@ -15,6 +15,7 @@ from flexmarl.core.errors import DomainError
 from flexmarl.core.peer_credentials import use_credentials
 from flexmarl.runtime.config import ConfigError, ServiceConfig, load_config
 from flexmarl.runtime.logging import configure_logging, get_logger
+from flexmarl.runtime.preconditions import missing_module
 from flexmarl.runtime.tls import client_credentials
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -60,6 +61,11 @@ def run_service(
         uvloop.run(_coroutine(async_main(config)))
     except (ConfigError, DomainError) as error:
         return _refuse(name, str(error))
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module == "flexmarl":
+            raise  # ours: the installation is broken, and the traceback says where
+        return _refuse(name, missing_module(module, service=name))
     except KeyboardInterrupt:
         return 0
     except Exception:

@@ -14,6 +14,7 @@ from flexmarl.meg_store.servicer import SERVICE, Servicer, add_to_server
 from flexmarl.meg_store.shard import Shard
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.preconditions import require_folder
 from flexmarl.runtime.server import GrpcServer, write_json_atomically
 
 _log = get_logger(__name__)
@@ -27,8 +28,11 @@ async def serve(config: MegStoreConfig) -> None:
     """Serve until a signal. Health is NOT_SERVING until the database is open.
 
     Raises:
+        ConfigError: This host has no place for its data, on disk or in memory.
         DomainError: STORE_LOCKED, PORT_IN_USE.
     """
+    require_folder(config.store.data_dir, key="store.data_dir")
+    require_folder(config.store.memory_dir, key="store.shm_dir", mode=0o700)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     servicer = Servicer()
     server = GrpcServer(

@@ -15,6 +15,7 @@ from flexmarl.orchestrator.metrics import METRICS, readings
 from flexmarl.orchestrator.runs import Runs
 from flexmarl.orchestrator.servicer import SERVICE, Servicer
 from flexmarl.runtime.aio import Background
+from flexmarl.runtime.preconditions import require_folder
 from flexmarl.runtime.server import GrpcServer
 from flexmarl.runtime.spans import SpanRecorder
 
@@ -23,9 +24,10 @@ async def serve(config: OrchestratorConfig) -> None:
     """Serve until a signal; runs of the last process are taken up at once.
 
     Raises:
+        ConfigError: This host has no place for its data.
         DomainError: PORT_IN_USE.
     """
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    require_folder(config.data_dir, key="data_dir")
     spans, span_dir = SpanRecorder(service="orchestrator"), config.data_dir / "spans"
     patience_s = config.service_patience_s
     rollout = RolloutClient.connect(config.rollout, patience_s=patience_s)

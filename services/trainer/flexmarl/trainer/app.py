@@ -10,6 +10,7 @@ from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceSer
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children, end_leftovers
 from flexmarl.runtime.logging import get_logger
+from flexmarl.runtime.preconditions import require_folder, require_module
 from flexmarl.runtime.server import GrpcServer
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.config import TrainerConfig
@@ -26,9 +27,11 @@ async def serve(config: TrainerConfig) -> None:
     """Serves until a signal. Health is NOT_SERVING until every slot's worker is warm.
 
     Raises:
+        ConfigError: This host has no place for its data, or this installation no torch.
         DomainError: PORT_IN_USE; NOT_READY when a worker does not become warm.
     """
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    require_module("torch", service="trainer")
+    require_folder(config.data_dir, key="data_dir")
     record = config.data_dir / "children.json"
     end_leftovers(record)
     servicer = Servicer()

@@ -18,6 +18,7 @@ from flexmarl.rollout.dispatcher.workers import WORKER_MODULE
 from flexmarl.rollout.worker.confine import check_confinement
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children, end_leftovers
+from flexmarl.runtime.preconditions import require_folder
 from flexmarl.runtime.server import GrpcServer
 
 RECORD: Final = "children-dispatcher.json"
@@ -27,11 +28,11 @@ async def run(config: RolloutConfig) -> None:
     """Serves until a signal.
 
     Raises:
-        ConfigError: User code cannot run as it shall.
+        ConfigError: User code cannot run as it shall, or this host has no place for its data.
         DomainError: PORT_IN_USE.
     """
     check_confinement(config.user_code)
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    require_folder(config.data_dir, key="data_dir")
     record = config.data_dir / RECORD
     await asyncio.to_thread(end_leftovers, record)
     hosts = Hosts(grace_s=config.host_grace_s)

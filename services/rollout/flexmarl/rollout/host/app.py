@@ -28,6 +28,7 @@ from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import end_leftovers
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.metrics import Reading
+from flexmarl.runtime.preconditions import require_folder, require_module
 from flexmarl.runtime.server import GrpcServer
 
 HEALTH_NAME = "flexmarl.rollout.EngineHost"
@@ -43,7 +44,13 @@ _log = get_logger(__name__)
 
 
 async def run(config: RolloutConfig) -> None:
-    """Run an engine host until a signal; the entry point of `--role engine-host`."""
+    """Run an engine host until a signal; the entry point of `--role engine-host`.
+
+    Raises:
+        ConfigError: This host has no place for its data, or this installation no torch.
+        DomainError: PORT_IN_USE.
+    """
+    require_module("torch", service="rollout")
     await run_host(
         config,
         connect_store=partial(RunStore.over, patience_s=config.store_patience_s),
@@ -61,7 +68,7 @@ async def run_host(
         connect_store: Makes a client of a run's store shards.
         preload: Modules that engine processes find imported.
     """
-    data_dir = config.data_dir / config.host_id
+    data_dir = require_folder(config.data_dir / config.host_id, key="data_dir")
     record = data_dir / "children.json"
     for name in await asyncio.to_thread(end_leftovers, record):
         _log.warning("leftover_ended", child=name)
