@@ -76,9 +76,9 @@ async def assert_whole(
             for v in done:
                 assert v.policy_version == batch.batch
                 assert v.weights_hash == before.policies[v.policy].weights_hash
-                assert [(r.version, r.num_tokens) for r in v.version_runs] == [
-                    (batch.batch, v.num_response_tokens)
-                ]
+                # More than one where a call went on at another instance with the tokens it had.
+                assert {run.version for run in v.version_runs} == {batch.batch}
+                assert sum(run.num_tokens for run in v.version_runs) == v.num_response_tokens
             for policy in trained:
                 counts = batch.policies[policy]
                 assert counts.finished == counts.consumed + sum(counts.voided.values())
