@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -18,6 +19,7 @@ import threading
 from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
+_SHARED_MEMORY = re.compile(r"/dev/shm/psm_\w+")  # noqa: S108 - named by Python
 
 
 def main() -> None:
@@ -57,10 +59,25 @@ def _watch(socket: str) -> None:
     while os.read(0, 4096):
         pass
     shutil.rmtree(Path(socket).parent, ignore_errors=True)
-    for pid in reversed(_descendants(os.getpid())):
+    children = _descendants(os.getpid())
+    # Python removes shared memory when its maker ends in order, which none of these will.
+    left = {path for pid in (os.getpid(), *children) for path in _shared_memory(pid)}
+    for pid in reversed(children):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for path in left:
+        path.unlink(missing_ok=True)
     os._exit(0)
+
+
+def _shared_memory(pid: int) -> list[Path]:
+    """Files of `multiprocessing.shared_memory` that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    return [Path(path) for path in paths if _SHARED_MEMORY.fullmatch(path)]
 
 
 def _descendants(pid: int) -> list[int]:

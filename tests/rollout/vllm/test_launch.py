@@ -1,0 +1,55 @@
+"""A server whose engine is gone ends with its children, and leaves no shared memory behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from flexmarl.rollout.engines.vllm_process import PLUGIN_FOLDER
+
+HOLDER = """
+import sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+print(memory.name, flush=True)
+"""
+SERVER = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(PLUGIN_FOLDER)!r})
+import launch
+{HOLDER}
+child = subprocess.Popen([sys.executable, "-c", {HOLDER + "time.sleep(600)"!r}])
+print(child.pid, flush=True)
+launch._watch(sys.argv[1])
+"""
+
+
+def test_who_loses_its_engine_removes_its_shared_memory(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER + "sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path / "folder/socket")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        said = {server.stdout.readline().strip() for _ in range(3)}
+        names = {name for name in said if name.startswith("psm_")}
+        child = psutil.Process(int((said - names).pop()))
+        of_another = Path("/dev/shm", other.stdout.readline().strip())
+        files = [Path("/dev/shm", name) for name in names]
+        assert len(files) == 2
+        assert all(file.exists() for file in files)
+        server.stdin.close()  # its engine was killed
+        assert server.wait(timeout=30) == 0
+        child.wait(timeout=30)
+        assert not any(file.exists() for file in files)
+        assert of_another.exists()
+    finally:
+        for process in (server, other):
+            process.stdin.close()
+            process.wait(timeout=30)
