@@ -33,7 +33,10 @@ def main() -> int:
 
 
 def _example(cluster: ThreeHosts) -> list[str]:
-    return cluster.train_command(QUICKSTART)
+    return [
+        *cluster.train_command(QUICKSTART),
+        *("--set", "policies.sorter.trainer.world_size=2"),
+    ]
 
 
 def _do(cluster: ThreeHosts, words: list[str]) -> None:

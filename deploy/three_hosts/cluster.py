@@ -5,7 +5,7 @@
     c   store s2, engine host, trainer
 
 Every host has a store: engines and trainers map state from the memory tier of their own host's,
-which fetches what another one has. Each trainer makes the process groups of its own slots.
+which fetches what another one has. Each trainer has one slot: a policy of two ranks lies on both.
 """
 
 from __future__ import annotations

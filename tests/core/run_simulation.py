@@ -170,7 +170,7 @@ class Sum:
     """What a bound process group holds in memory."""
 
     binding: int
-    trainer: str
+    trainers: tuple[str, ...]
     ledger: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
 
@@ -214,6 +214,7 @@ class World:
         self.sums: dict[str, Sum] = {}
         self.active: int | None = None
         self.ended: EndRun | None = None
+        self.most_trainers = 0
         self.steps = 0
         self.without_rewards = False
         self.num_wide = 0
@@ -259,6 +260,7 @@ class World:
 
     def feed(self, event: Event) -> None:
         self.take(self.core.handle([event], now=self.now))
+        self.check_devices()
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -271,6 +273,13 @@ class World:
                 assert effect.waits
                 assert effect.reason
                 self.pending.append(effect)
+
+    def check_devices(self) -> None:
+        bindings = [policy.binding for policy in self.core.training.policies.values()]
+        places = [place for binding in bindings if binding for place in binding.places]
+        held = [(place.trainer, slot) for place in places for slot in place.slots]
+        assert len(held) == len(set(held)), "a device has one holder"
+        self.most_trainers = max([self.most_trainers, *(len(b.places) for b in bindings if b)])
 
     def misfortune(self) -> None:
         kind = self.rng.choice(["rank", "trainer", "rollout", "orchestrator"])
@@ -308,7 +317,7 @@ class World:
 
     def lose_sums(self, trainer: str) -> None:
         """A trainer ends what is bound there."""
-        self.sums = {name: held for name, held in self.sums.items() if held.trainer != trainer}
+        self.sums = {name: held for name, held in self.sums.items() if trainer not in held.trainers}
 
     def lose_shard(self) -> None:
         """A store shard is lost: all services begin anew, over the others."""
@@ -456,14 +465,15 @@ class World:
             case MarkRows(micro_batch_id=name, rows=rows):
                 for row in rows:
                     assert store.marks.setdefault(row.vertex_id, name) == name, "marked twice"
-            case Bind(policy=policy, binding=number, trainer=trainer):
+            case Bind(policy=policy, binding=number, trainer=trainer, beyond=beyond):
                 self.check_slots(effect)
                 state = store.states.setdefault(policy, StateFact(version=0))
-                held = Sum(number, trainer)
+                trainers = (trainer, *(place.trainer for place in beyond))
+                held = Sum(number, trainers)
                 if not state.applied or state.version <= (store.version or 0):
                     held.ledger, held.dropped = set(state.ledger), set(state.dropped)
                 if state.applied:
-                    held = Sum(number, trainer)
+                    held = Sum(number, trainers)
                 self.sums[policy] = held
                 return StateSaved(state)
             case Compute():

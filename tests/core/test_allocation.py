@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmarl.core.allocation import Allocation, BindSlots, Demand, GiveWay, Place, allocate
+from flexmarl.core.allocation import Allocation, BindSlots, GiveWay, allocate
+from flexmarl.core.demands import Demand, Place
 
 ONE = {"t0": ("slot0",)}
 TWO = {"t0": ("slot0", "slot1")}
@@ -237,12 +238,105 @@ def test_who_has_been_idle_as_long_as_the_swaps_take_leaves_for_anybody() -> Non
 
 def test_a_place_of_its_own_is_waited_for_and_never_taken() -> None:
     place = Place("t0", ("slot1",))
-    assert binds(decide(want("a", 1, place=place), trainers=TWO)) == {"a": ("t0", ("slot1",))}
-    assert decide(want("a", 1, place=place), trainers={}).actions == ()
+    assert binds(decide(want("a", 1, places=(place,)), trainers=TWO)) == {"a": ("t0", ("slot1",))}
+    assert decide(want("a", 1, places=(place,)), trainers={}).actions == ()
     taken = held("b", 0, "slot1")
-    assert decide(want("a", 9, place=place), taken, trainers=TWO).actions == ()
+    assert decide(want("a", 9, places=(place,)), taken, trainers=TWO).actions == ()
     # Who has none is served first, and does not drive away who has one.
     frozen = want("frozen", 1)
-    result = decide(want("a", 9, place=Place("t0", ("slot0",))), frozen)
+    result = decide(want("a", 9, places=(Place("t0", ("slot0",)),)), frozen)
     assert list(binds(result)) == ["frozen"]
-    assert leaves(decide(frozen, held("a", 0, place=Place("t0", ("slot0",))))) == []
+    assert leaves(decide(frozen, held("a", 0, places=(Place("t0", ("slot0",)),)))) == []
+
+
+ONES = {"t0": ("slot0",), "t1": ("slot0",), "t2": ("slot0",)}
+
+
+def wide(policy: str, work: float, world_size: int, **more: Any) -> Demand:
+    return want(policy, work, world_size=world_size, spans=True, **more)
+
+
+def over(policy: str, work: float, *trainers: str, **more: Any) -> Demand:
+    """Bound to `slot0` of each of these trainers."""
+    beyond = tuple(Place(name, ("slot0",)) for name in trainers[1:])
+    return wide(
+        policy,
+        work,
+        len(trainers),
+        trainer=trainers[0],
+        slots=("slot0",),
+        beyond=beyond,
+        **more,
+    )
+
+
+def places(result: Allocation) -> dict[str, list[Place]]:
+    return {
+        a.policy: [Place(a.trainer, a.slots), *a.beyond]
+        for a in result.actions
+        if isinstance(a, BindSlots)
+    }
+
+
+def test_a_policy_larger_than_every_trainer_lies_on_as_few_as_possible() -> None:
+    trainers = {"t0": ("a",), "t1": ("b", "c"), "t2": ("d", "e", "f")}
+    result = decide(wide("p", 9, 5), trainers=trainers)
+    assert places(result) == {"p": [Place("t2", ("d", "e", "f")), Place("t1", ("b", "c"))]}
+    assert "5 free slot(s) of 2 trainers" in result.actions[0].reason
+    # A device is (trainer, slot): equal names of slots are different devices.
+    result = decide(wide("p", 9, 2), want("q", 1), trainers=ONES)
+    assert places(result) == {
+        "p": [Place("t0", ("slot0",)), Place("t1", ("slot0",))],
+        "q": [Place("t2", ("slot0",))],
+    }
+
+
+def test_the_trainer_that_led_leads_again() -> None:
+    result = decide(wide("p", 9, 2, last_trainer="t2"), trainers=ONES)
+    assert places(result) == {"p": [Place("t2", ("slot0",)), Place("t0", ("slot0",))]}
+    result = decide(
+        wide("p", 9, 1, last_trainer="t2"), over("q", 1, "t2", busy=True), trainers=ONES
+    )
+    assert places(result) == {"p": [Place("t0", ("slot0",))]}
+
+
+def test_ranks_stay_within_a_trainer_that_has_room_for_all() -> None:
+    trainers = {"t0": ("a",), "t1": ("b", "c")}
+    busy = held("q", 1, "b", trainer="t1", busy=True)
+    assert decide(want("p", 9, world_size=2), busy, trainers=trainers).actions == ()
+
+
+def test_who_spans_trainers_gets_all_slots_or_none() -> None:
+    result = decide(wide("p", 9, 3), held("q", 1, trainer="t1", busy=True), trainers=ONES)
+    assert result.actions == ()
+    result = decide(wide("p", 9, 3), want("r", 1), held("q", 0, trainer="t1"), trainers=ONES)
+    assert leaves(result) == ["q"]
+    assert binds(result) == {}, "the free ones are kept for it"
+    assert decide(wide("p", 9, 4), trainers=ONES).actions == ()
+
+
+def test_who_spans_trainers_gives_all_of_them_back() -> None:
+    bound = over("p", 0, "t0", "t1")
+    assert bound.num_slots == 2
+    assert leaves(decide(wide("q", 5, 3), bound, trainers=ONES)) == ["p"]
+    assert leaves(decide(want("q", 5), want("r", 4), bound, trainers=ONES)) == ["p"]
+    both = decide(want("q", 5), want("r", 4), want("s", 3), bound, trainers=ONES)
+    assert leaves(both) == ["p"], "its second slot is counted on, too"
+    on_its_way = over("p", 0, "t0", "t1", busy=True, leaving=True)
+    assert decide(wide("q", 5, 2), on_its_way, trainers=ONES).actions == ()
+
+
+def test_who_spans_trainers_is_not_widened() -> None:
+    trainers = {"t0": ("a", "b"), "t1": ("c", "d")}
+    result = decide(wide("p", 9, 3, max_world_size=4), trainers=trainers)
+    assert places(result) == {"p": [Place("t0", ("a", "b")), Place("t1", ("c",))]}
+    bound = over("p", 99, "t0", "t1", max_world_size=3)
+    assert decide(bound, trainers=ONES).actions == ()
+
+
+def test_a_place_over_trainers_is_all_there_or_waited_for() -> None:
+    kept = (Place("t0", ("slot0",)), Place("t1", ("slot0",)))
+    assert places(decide(wide("p", 9, 2, places=kept), trainers=ONES)) == {"p": [*kept]}
+    taken = held("q", 0, trainer="t1")
+    assert decide(wide("p", 9, 2, places=kept), taken, trainers=ONES).actions == ()
+    assert decide(wide("p", 9, 2, places=kept), trainers=ONE).actions == ()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexmarl.core.allocation import Demand, Place
+from flexmarl.core.demands import Demand, Place
 from flexmarl.core.foresight import foresee
 from flexmarl.core.ids import BatchId
 from flexmarl.core.policy_training import (
@@ -67,10 +67,10 @@ def test_the_trainer_that_held_it_last_is_asked_again() -> None:
 
 
 def test_places_are_respected() -> None:
-    placed = held("a", 5, "slot0", place=Place("t0", ("slot0",)))
+    placed = held("a", 5, "slot0", places=(Place("t0", ("slot0",)),))
     assert where(placed, held("b", 9, "slot1"), want("d", 7)) == ("d", "t0", ("slot1",))
     assert where(placed, held("b", 9, "slot1"), want("d", 7, world_size=2)) is None
-    own = want("d", 7, place=Place("t0", ("slot0",)))
+    own = want("d", 7, places=(Place("t0", ("slot0",)),))
     assert where(own) == ("d", "t0", ("slot0",))
     assert where(own, trainers={"t1": ("slot0",)}) is None
 
@@ -109,3 +109,16 @@ def test_state_that_takes_time_to_load_is_loaded_ahead_once(
         loads += [e for e in training.due(version=0, now=now) if isinstance(e, Prefetch)]
     assert [(e.policy, e.slots) for e in loads] == [("a", ("slot0",))] * is_hinted
     assert all(e.waits == "trainer t0: load a ahead of its turn" for e in loads)
+
+
+def test_who_spans_trainers_gets_no_hint_and_its_slots_are_held_everywhere() -> None:
+    trainers = {"t0": ("slot0",), "t1": ("slot0",)}
+    assert where(want("d", 7, world_size=2, spans=True), trainers=trainers) is None
+    beyond = (Place("t1", ("slot0",)),)
+    spanning = want("a", 5, trainer="t0", slots=("slot0",), beyond=beyond, finishing=True)
+    free = {**trainers, "t2": ("slot0", "slot1")}
+    assert where(spanning, want("d", 7, last_trainer="t1"), trainers=free) == (
+        "d",
+        "t1",
+        ("slot0",),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_invariants_hold_in_any_order_of_events(
         # Eight losses in a row, or a first group of failures alone: both are allowed to end it.
         assert ended.failure is not None
         assert ended.failure.reason in ("CHILD_DIED", "WORKFLOW_RAISED")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(4))
+def test_invariants_hold_with_ranks_on_two_trainers(mode: str, seed: int) -> None:
+    wide = rules(mode=mode)
+    policies = {**POLICIES, "p2": replace(POLICIES["p2"], world_size=2)}
+    world = World(
+        replace(wide, trainers=("t0", "t1"), training=replace(wide.training, policies=policies)),
+        Random(seed),
+        trouble=0.01 * (seed % 3),
+        num_slots=2 if mode == "static" else 1,
+        agents=AGENTS,
+    )
+    assert world.run().status is RunStatus.FINISHED
+    world.check()
+    assert world.most_trainers == (1 if mode == "static" else 2)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,6 +14,7 @@ from flexmarl.core.batch import BatchGroups
 from flexmarl.core.batch_end import MAX_COUNTS, BatchEnd
 from flexmarl.core.closure import FailureWatch
 from flexmarl.core.dataset_order import Cursor, DatasetOrder
+from flexmarl.core.demands import Place
 from flexmarl.core.idle import IdleWatch
 from flexmarl.core.ids import BatchId, SampleId
 from flexmarl.core.policy_training import PolicyRules
@@ -24,6 +25,7 @@ from flexmarl.core.run_effects import (
     Commit,
     Compute,
     CountVertices,
+    Effect,
     EndRun,
     OpenRollout,
     OpenTrainer,
@@ -45,6 +47,7 @@ from flexmarl.core.run_events import (
     StoredRun,
     TrainerOpened,
 )
+from flexmarl.core.slot_places import Places
 from flexmarl.core.states import RunStatus, SampleStatus, VoidReason
 from flexmarl.core.training import MAX_FAILURES, Training, TrainingRules
 from flexmarl.core.training_rows import Row, RunFailure, SampleFact
@@ -127,30 +130,79 @@ def test_a_run_that_fails_names_the_policy_that_cannot_be_bound() -> None:
     assert end.failure.message == "policy frozen: no config.json in the folder"
 
 
-@pytest.mark.parametrize("slots", [("slot0",), ("slot0", "slot1")])
-def test_a_policy_that_no_trainer_has_slots_for_ends_the_run_once_all_are_known(
-    slots: tuple[str, ...],
-) -> None:
-    wide = replace(rules().training, policies={"wide": PolicyRules(world_size=2)})
+def opened_with(world_size: int, slots: tuple[str, ...], *, static: bool = False) -> list[Effect]:
+    """What a run does once it knows of one slot of t0 and of these of t1."""
+    training = replace(
+        rules().training,
+        policies={"wide": PolicyRules(world_size=world_size)},
+        static=static,
+    )
     run = RunCore(
-        replace(rules(), training=wide, trainers=("t0", "t1")),
+        replace(rules(), training=training, trainers=("t0", "t1")),
         DatasetOrder(9, seed=0, shuffle=True),
         StoredRun(),
     )
-    effects = run.handle((), now=0.0)
-    first, second = (e for e in effects if isinstance(e, OpenTrainer))
+    first, second = (e for e in run.handle((), now=0.0) if isinstance(e, OpenTrainer))
     assert run.handle([EffectDone(first, TrainerOpened(("slot0",)))], now=0.0) == []
-    (effect,) = run.handle([EffectDone(second, TrainerOpened(slots))], now=0.0)
-    if len(slots) == 2:
-        assert isinstance(effect, Bind)
-        assert (effect.trainer, effect.slots) == ("t1", slots)
-    else:
-        assert isinstance(effect, EndRun)
-        assert effect.failure is not None
-        assert effect.failure.message == (
-            "policies.wide.trainer.world_size = 2: its ranks lie within one trainer, and none has "
-            "as many slots (t0 has 1, t1 has 1)"
-        )
+    return run.handle([EffectDone(second, TrainerOpened(slots))], now=0.0)
+
+
+def test_a_policy_that_the_trainers_have_no_slots_for_ends_the_run_once_all_are_known() -> None:
+    (end,) = opened_with(3, ("slot0",))
+    assert isinstance(end, EndRun)
+    assert end.failure is not None
+    assert end.failure.message == (
+        "policies.wide.trainer.world_size = 3: the trainers do not have as many slots "
+        "(t0 has 1, t1 has 1)"
+    )
+
+
+def test_a_policy_lies_on_one_trainer_where_one_has_the_slots() -> None:
+    (bind,) = opened_with(2, ("slot0", "slot1"))
+    assert isinstance(bind, Bind)
+    assert (bind.trainer, bind.slots, bind.beyond) == ("t1", ("slot0", "slot1"), ())
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_policy_lies_on_several_trainers_where_none_has_the_slots(static: bool) -> None:
+    (bind,) = opened_with(2, ("slot0",), static=static)
+    assert isinstance(bind, Bind)
+    assert (bind.trainer, bind.slots) == ("t0", ("slot0",))
+    assert bind.beyond == (Place("t1", ("slot0",)),)
+    assert bind.waits == "trainer t0: bind wide to slot0; slot0 of trainer t1"
+
+
+def test_places_over_trainers_are_what_the_others_leave() -> None:
+    places = Places({"a": 1, "b": 3, "c": 4})
+    slots = ("x", "y")
+    found = {
+        "a": (Place("t0", ("x",)),),
+        "b": (Place("t1", ("x", "y")), Place("t0", ("y",))),
+        "c": (),
+    }
+    for _ in range(2):  # again after a restart
+        places.find({"t0": slots, "t1": slots})
+        assert {name: places.of(name) for name in found} == found
+
+
+@pytest.mark.parametrize("lost", ["t0", "t1"])
+def test_a_lost_trainer_ends_the_bindings_with_ranks_on_it(lost: str) -> None:
+    training = Training(TrainingRules(policies={"p": PolicyRules(world_size=2)}))
+    for name in ("t0", "t1"):
+        training.trainer_opened(name, ("slot0",))
+    training.trainers_complete()
+    (bind,) = [e for e in training.due(version=None, now=0.0) if isinstance(e, Bind)]
+    binding = training.policies["p"].binding
+    assert binding is not None
+    assert binding.num_slots == 2
+    training.trainer_lost(lost)
+    assert training.policies["p"].binding is None
+    # A late answer is of the old binding; nothing is bound until both are there again.
+    assert not training.done(bind, StateSaved(StateFact(version=0)), now=1.0)
+    assert [e for e in training.due(version=None, now=1.0) if isinstance(e, Bind)] == []
+    training.trainer_opened(lost, ("slot0",))
+    training.trainers_complete()
+    assert [e for e in training.due(version=None, now=1.0) if isinstance(e, Bind)]
 
 
 def test_failures_in_a_row_are_bounded() -> None:

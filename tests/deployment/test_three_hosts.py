@@ -32,6 +32,7 @@ async def test_a_host_is_lost_and_comes_back_while_a_run_goes_on(tmp_path):
     out = tmp_path / "out"
     try:
         command = [*cluster.train_command(QUICKSTART), "--run-id", "hosts", "--out", str(out)]
+        command += ["--set", "policies.sorter.trainer.world_size=2"]  # its ranks lie on both
         client = subprocess.Popen(  # noqa: ASYNC220 - returns at once
             [*command, *SIZE.overrides()],
             cwd=tmp_path,

@@ -11,7 +11,7 @@ from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer.rank.segments import SegmentFile, opened
-from flexmarl.trainer.rank.state_files import StateFiles
+from flexmarl.trainer.rank.state_files import StateFiles, rows_of
 from flexmarl.trainer.rank.transfers import HostTransfers, StagedTransfers, transfers_of
 from flexmarl.trainer.state_layout import block_of
 
@@ -84,11 +84,11 @@ def test_what_was_stored_otherwise_than_meant_is_found_when_verified(tmp_path: P
     parameters = [meg_store_pb2.NamedBuffer(name="w", dtype="F32", shape=[1000])]
     block = block_of(parameters, rank=0, world_size=1)
     memory = torch.randint(0, 256, (block.size_bytes,), dtype=torch.uint8)
-    StateFiles(Flipping(), verify=False).store(target, block, memory)
+    StateFiles(Flipping(), verify=False).store(target, rows_of(target, block, memory))
     with pytest.raises(DomainError) as caught:
-        StateFiles(Flipping(), verify=True).store(target, block, memory)
+        StateFiles(Flipping(), verify=True).store(target, rows_of(target, block, memory))
     assert caught.value.reason is ErrorReason.CHECKSUM_MISMATCH
-    StateFiles(HostTransfers(), verify=True).store(target, block, memory)
+    StateFiles(HostTransfers(), verify=True).store(target, rows_of(target, block, memory))
 
 
 def test_full_short_and_missing_files_are_told_by_the_segments_key(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ RULES: Final[Mapping[str, Rule | None]] = MappingProxyType(
             "OpenRun", "CloseRun", "BindPolicy", "ComputeGradients", "SaveGradients",
             "ApplyUpdate", "SuspendPolicy", "PrefetchPolicy",
         ),
-        **_rows(_TRAINER, Role.ADMIN, Reach.CLUSTER, "WaitOperation", "CancelOperation"),
+        **_rows(
+            _TRAINER, Role.ADMIN, Reach.CLUSTER, "WaitOperation", "CancelOperation", "LendSlots"
+        ),
         # Probes carry no token.
         **dict.fromkeys((_HEALTH + "Check", _HEALTH + "Watch", _HEALTH + "List")),
         **dict.fromkeys(_REFLECTION, Rule(Role.READ, Reach.ANY)),

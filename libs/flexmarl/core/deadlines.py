@@ -22,6 +22,7 @@ LONG_LIVED: Final = frozenset(
         _ROLLOUT + "WatchStatus",
         _ROLLOUT + "ConnectEngineHost",
         _TRAINER + "WatchStatus",
+        _TRAINER + "LendSlots",
     )
 )
 """Streams that may be called without a deadline; keep-alive finds their dead peers."""

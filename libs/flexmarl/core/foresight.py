@@ -1,14 +1,17 @@
 """Whose state is loaded ahead of its turn, and where: beside what the slots compute now.
 
 The policy that gets slots next is the one that `allocate` would serve first. Its slots are those
-that come free first. A wrong guess costs a copy that nobody needed; nothing depends on it.
+that come free first. A wrong guess costs a copy that nobody needed; nothing depends on it. A policy
+over several trainers gets no hint: what its ranks load comes from the leading one's node, through
+the group that they make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexmarl.core.allocation import BindSlots, Demand, waiting_in_order
+from flexmarl.core.allocation import BindSlots, waiting_in_order
+from flexmarl.core.demands import Demand
 
 
 def foresee(
@@ -32,8 +35,11 @@ def foresee(
 
 
 def _trainer_of(demand: Demand, trainers: Mapping[str, Sequence[str]]) -> str | None:
-    if demand.place is not None:
-        return demand.place.trainer if demand.place.trainer in trainers else None
+    if demand.spans:
+        return None
+    if demand.places:
+        place = demand.places[0]
+        return place.trainer if place.trainer in trainers else None
     large = [name for name in sorted(trainers) if len(trainers[name]) >= demand.world_size]
     if demand.last_trainer in large:
         return demand.last_trainer
@@ -44,11 +50,11 @@ def _next_slots(
     demand: Demand, trainer: str, slots: Sequence[str], everyone: Sequence[Demand]
 ) -> tuple[str, ...] | None:
     """The slots that come free first, in the trainer's order."""
-    if demand.place is not None:
-        return demand.place.slots
-    holders = {slot: d for d in everyone if d.trainer == trainer for slot in d.slots}
+    if demand.places:
+        return demand.places[0].slots
+    holders = {slot: d for d in everyone for slot in d.held_on(trainer)}
     ordered = sorted(
-        (slot for slot in slots if slot not in holders or holders[slot].place is None),
+        (slot for slot in slots if slot not in holders or not holders[slot].places),
         key=lambda slot: _stays(holders.get(slot)),
     )
     if len(ordered) < demand.world_size:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from flexmarl.core.demands import Place
 from flexmarl.core.ids import BatchId, micro_batch_id
 from flexmarl.core.micro_batches import RowQueue
 from flexmarl.core.run_effects import CreateMicroBatch, MarkRows
@@ -73,6 +74,7 @@ class OperationKind(Enum):
 class Binding:
     """A policy's hold on slots. `number` is its own: answers about an older one are left aside.
 
+    `trainer` leads where slots of further ones (`beyond`) are held too: it is told what to do.
     `idle_since` is when the last operation on it ended.
     """
 
@@ -83,6 +85,17 @@ class Binding:
     operation: OperationKind | None = None
     operation_since: float = 0.0
     idle_since: float = 0.0
+    beyond: tuple[Place, ...] = ()
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Its slots by trainer, the leading one first."""
+        return (Place(self.trainer, self.slots), *self.beyond)
+
+    @property
+    def num_slots(self) -> int:
+        """Its slots, of all trainers."""
+        return sum(len(place.slots) for place in self.places)
 
     def begin(self, operation: OperationKind, *, now: float) -> None:
         """An operation starts on it."""

@@ -11,6 +11,60 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
+
+from flexmarl.core.access import is_loopback
+from flexmarl.core.errors import DomainError, ErrorReason
+
+NUMBERS_OF_OTHERS: Final = 512
+"""A trainer's workers have numbers below, their position; ranks of other trainers from here on."""
+
+
+def numbers_of_members(own: Sequence[int], *, first_rank: int, world_size: int) -> tuple[int, ...]:
+    """Numbers by which a trainer's own workers know the members of a group, in order of rank.
+
+    Args:
+        own: Positions of its workers that are in the group.
+        first_rank: Rank of the first of them; the others follow.
+        world_size: Ranks of the group.
+    """
+    members = [NUMBERS_OF_OTHERS + rank for rank in range(world_size)]
+    members[first_rank : first_rank + len(own)] = own
+    return tuple(members)
+
+
+def check_part(*, first_rank: int, num_slots: int, world_size: int) -> None:
+    """Checks that a trainer's slots can be a part of a group.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT.
+    """
+    if not (num_slots and first_rank + num_slots <= world_size <= NUMBERS_OF_OTHERS):
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT,
+            f"{num_slots} slot(s) from rank {first_rank} on are no part of a group of {world_size} "
+            f"ranks; it has {NUMBERS_OF_OTHERS} at most",
+        )
+
+
+def check_meeting_place(host: str, *, peers: Sequence[str]) -> None:
+    """Checks that ranks of other trainers can reach the rendezvous of the leading one.
+
+    Args:
+        host: Where it listens.
+        peers: Addresses of the other trainers, `host:port`.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT: it is this machine's own, and a trainer is on another one.
+    """
+    away = [peer for peer in peers if not is_loopback(peer.rpartition(":")[0])]
+    if away and is_loopback(host):
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT,
+            f"ranks of the trainer at {away[0]} cannot meet at {host}: set interface and "
+            "rendezvous_host of every trainer to its private network",
+            {"trainer": away[0]},
+        )
 
 
 class GroupBook:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexmarl.core.dataset_order import Cursor
+from flexmarl.core.demands import Place
 from flexmarl.core.ids import SampleId
 from flexmarl.core.states import GroupStatus, RunStatus, VoidReason
 from flexmarl.core.training_rows import Row, RowAdvantage, RowVoid, RunFailure
@@ -189,19 +190,24 @@ class MarkRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bind:
-    """Acquire the policy's term and bind it to slots; `binding` tells which binding this is."""
+    """Acquire the policy's term and bind it to slots; `binding` tells which binding this is.
+
+    The trainer leads; where slots of further ones (`beyond`) are bound, too, it borrows them.
+    """
 
     policy: str
     binding: int
     trainer: str
     slots: tuple[str, ...]
+    beyond: tuple[Place, ...] = ()
     version: int | None
     reason: str
 
     @property
     def waits(self) -> str:
         """What a person reads while it is not done."""
-        return f"trainer {self.trainer}: bind {self.policy} to {', '.join(self.slots)}"
+        more = "".join(f"; {', '.join(p.slots)} of trainer {p.trainer}" for p in self.beyond)
+        return f"trainer {self.trainer}: bind {self.policy} to {', '.join(self.slots)}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from statistics import fmean
 
-from flexmarl.core.allocation import Allocation, BindSlots, Demand, Place, allocate
+from flexmarl.core.allocation import Allocation, BindSlots, allocate
+from flexmarl.core.demands import Demand
 from flexmarl.core.foresight import foresee
 from flexmarl.core.ids import BatchId
 from flexmarl.core.policy_training import (
@@ -34,6 +35,7 @@ from flexmarl.core.run_effects import (
     TrainerWork,
 )
 from flexmarl.core.run_events import Computed, Result, StateSaved
+from flexmarl.core.slot_places import Places
 from flexmarl.core.training_estimates import DEFAULT_RATE
 from flexmarl.core.training_rows import RunFailure
 
@@ -91,7 +93,8 @@ class Training:
         self.failure: RunFailure | None = None
         self._rules = rules
         self._trainers: dict[str, tuple[str, ...]] = {}
-        self._places: dict[str, Place] = {}
+        self._largest: int | None = None
+        self._places = Places({p.name: p.rules.world_size for p in self.trained})
         self._bindings = 0
         self._batch = BatchId(0)
         self._begun = False
@@ -147,28 +150,30 @@ class Training:
     def trainer_opened(self, trainer: str, slots: tuple[str, ...]) -> None:
         """A trainer's slots can be used."""
         self._trainers[trainer] = slots
-        if self._rules.static:
-            self._find_places(trainer, slots)
 
     def trainers_complete(self) -> None:
-        """No further trainer will come: who needs more slots than any has would wait for ever."""
+        """No further trainer will come: who needs more slots than there are would wait for ever."""
         sizes = {name: len(slots) for name, slots in sorted(self._trainers.items())}
+        self._largest = max(sizes.values())
         for policy in self.policies.values():
             needed = policy.rules.world_size
-            if needed > max(sizes.values()):
+            if needed > sum(sizes.values()):
                 had = ", ".join(f"{name} has {size}" for name, size in sizes.items())
                 self.failure = RunFailure(
                     reason="INVALID_ARGUMENT",
-                    message=f"policies.{policy.name}.trainer.world_size = {needed}: its ranks lie "
-                    f"within one trainer, and none has as many slots ({had})",
+                    message=f"policies.{policy.name}.trainer.world_size = {needed}: the trainers "
+                    f"do not have as many slots ({had})",
                     metadata={"policy": policy.name},
                 )
+        if self._rules.static:
+            self._places.find(self._trainers)
 
     def trainer_lost(self, trainer: str) -> None:
-        """A trainer's slots and bindings are gone."""
+        """A trainer's slots are gone, and every binding with a rank there."""
         self._trainers.pop(trainer, None)
         for policy in self.policies.values():
-            if policy.binding is not None and policy.binding.trainer == trainer:
+            binding = policy.binding
+            if binding is not None and any(place.trainer == trainer for place in binding.places):
                 policy.unbind()
 
     def done(self, effect: TrainerWork, result: Result, *, now: float) -> bool:
@@ -184,7 +189,7 @@ class Training:
             policy.failures = 0  # a binding alone gets nothing done; what follows may always fail
         if isinstance(effect, Compute):
             num_tokens = policy.records[effect.micro_batch_id].num_tokens
-            policy.estimates.computed(num_tokens, took_s=took_s, units=len(binding.slots))
+            policy.estimates.computed(num_tokens, took_s=took_s, units=binding.num_slots)
             non_finite = isinstance(result, Computed) and result.non_finite
             policy.computed(effect.micro_batch_id, non_finite=non_finite, now=now)
             return True
@@ -265,11 +270,12 @@ class Training:
         """Whether one of these slots is changing hands: loading would be in its way."""
         bindings = [policy.binding for policy in self.policies.values()]
         return any(
-            binding is not None
-            and binding.operation in (OperationKind.BIND, OperationKind.SUSPEND)
-            and binding.trainer == following.trainer
-            and not set(following.slots).isdisjoint(binding.slots)
+            binding.operation in (OperationKind.BIND, OperationKind.SUSPEND)
+            and place.trainer == following.trainer
+            and not set(following.slots).isdisjoint(place.slots)
             for binding in bindings
+            if binding is not None
+            for place in binding.places
         )
 
     def _next_operation(
@@ -330,13 +336,20 @@ class Training:
             policy.retry_at = None
             policy.last_trainer = action.trainer
             policy.binding = Binding(
-                self._bindings, action.trainer, action.slots, now, OperationKind.BIND, now
+                number=self._bindings,
+                trainer=action.trainer,
+                slots=action.slots,
+                beyond=action.beyond,
+                since=now,
+                operation=OperationKind.BIND,
+                operation_since=now,
             )
             yield Bind(
                 policy=policy.name,
                 binding=self._bindings,
                 trainer=action.trainer,
                 slots=action.slots,
+                beyond=action.beyond,
                 version=version,
                 reason=action.reason,
             )
@@ -365,11 +378,14 @@ class Training:
         work = policy.work if policy.has_state else 1.0
         if policy.retry_at is not None and policy.retry_at > now:
             work = 0.0
+        if self._rules.static and policy.rules.trained and self._largest is None:
+            work = 0.0  # it would take slots that are to be another one's for the whole run
         operation = None if binding is None else binding.operation
         return Demand(
             policy=policy.name,
             world_size=policy.rules.world_size,
             max_world_size=policy.rules.max_world_size,
+            spans=self._largest is not None and policy.rules.world_size > self._largest,
             work=work,
             remaining=policy.remaining(share_closed=self._share_closed),
             rate=policy.estimates.rate or rate,
@@ -377,24 +393,15 @@ class Training:
             expects=self._begun and policy.rules.trained and not policy.summed,
             trainer=None if binding is None else binding.trainer,
             slots=() if binding is None else binding.slots,
+            beyond=() if binding is None else binding.beyond,
             since=0.0 if binding is None else binding.since,
             idle_since=0.0 if binding is None else binding.idle_since,
             busy=operation is not None,
             leaving=operation is OperationKind.SUSPEND,
             finishing=policy.apply_due,
             last_trainer=policy.last_trainer,
-            place=self._places.get(policy.name),
+            places=self._places.of(policy.name),
         )
-
-    def _find_places(self, trainer: str, slots: tuple[str, ...]) -> None:
-        """Keeps slots of a new trainer for policies that have none; places never change again."""
-        kept = {slot for p in self._places.values() if p.trainer == trainer for slot in p.slots}
-        free = [slot for slot in slots if slot not in kept]
-        for policy in self.trained:
-            count = policy.rules.world_size
-            if policy.name not in self._places and count <= len(free):
-                self._places[policy.name] = Place(trainer, tuple(free[:count]))
-                del free[:count]
 
     def _suspend(self, policy: PolicyTraining, reason: str, *, now: float) -> Suspend:
         assert policy.binding is not None, "only a bound policy can be suspended"

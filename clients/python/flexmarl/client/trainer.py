@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
 from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import TrainerServiceStub
 from flexmarl.client.base import ServiceClient
+from flexmarl.client.channel import StreamCall
 from flexmarl.client.errors import make_error
 from flexmarl.client.request import new_request_id
 from flexmarl.core.errors import ErrorReason, find_reason
@@ -58,9 +59,13 @@ class TrainerClient(ServiceClient):
         term: int,
         slots: Sequence[str],
         version: int | None,
+        beyond: Iterable[pb.TrainerSlots] = (),
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> pb.BindPolicyResult:
-        """Bind a policy's process group and load its newest saved state, or make set 0."""
+        """Bind a policy's process group and load its newest saved state, or make set 0.
+
+        Slots of further trainers (`beyond`) are borrowed by this one, which leads from then on.
+        """
         request = pb.BindPolicyRequest(
             request_id=new_request_id(),
             run_id=run_id,
@@ -68,6 +73,7 @@ class TrainerClient(ServiceClient):
             term=term,
             slots=slots,
             version=version,
+            beyond=beyond,
         )
         operation = await self._operate("BindPolicy", request, timeout_s=timeout_s)
         return operation.bind
@@ -155,6 +161,11 @@ class TrainerClient(ServiceClient):
         )
         operation = await self._operate("SuspendPolicy", request, timeout_s=timeout_s)
         return operation.state
+
+    def lend_slots(self, said: AsyncIterator[pb.LendSlotsRequest]) -> StreamCall:
+        """Borrow slots for a group that another trainer leads; they are lent while this lasts."""
+        call: StreamCall = self._stub.LendSlots(said)
+        return call
 
     async def get_status(self) -> pb.TrainerStatus:
         """Slots and bindings."""

@@ -139,6 +139,9 @@ class TrainerEffects:
             effect.policy,
             term=term,
             slots=effect.slots,
+            beyond=[
+                pb.TrainerSlots(address=place.trainer, slots=place.slots) for place in effect.beyond
+            ],
             version=effect.version,
             timeout_s=self._timeout_s,
         )

@@ -72,6 +72,17 @@ class Binding:
         if not self.lost:
             self.lost = True
             self._parts.on_lost(self.claim)
+            for borrowed in self._parts.borrowed:
+                borrowed.drop()
+
+    async def borrow(self) -> None:
+        """Waits until other trainers have lent the slots that the policy is to have of them.
+
+        Raises:
+            DomainError: See `Borrowed.open`; TERM_STALE when the binding was lost meanwhile.
+        """
+        await asyncio.gather(*(each.open(on_lost=self.lose) for each in self._parts.borrowed))
+        self._check_claimed()
 
     async def bind(self, *, meeting: Meeting, version: int | None) -> trainer_pb2.BindPolicyResult:
         """Loads the newest saved state, or makes and saves set 0.
@@ -160,6 +171,7 @@ class Binding:
             unbind = rank_pb2.RankCommand(unbind=rank_pb2.RankUnbind())
             left = await self._parts.ranks.command(unbind)
             result.metrics["used_bytes"] = max(reply.unbound.used_bytes for reply in left)
+            await asyncio.gather(*(each.give_back() for each in self._parts.borrowed))
             self.lose()
             if self._parts.cold_start:
                 self._parts.ranks.replace()

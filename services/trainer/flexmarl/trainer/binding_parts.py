@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexmarl.client.store import StoreClient
 from flexmarl.core.trainer_slots import Claim
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.runtime.spans import SpanRecorder
+from flexmarl.trainer.borrowing import Borrowed
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import StateSegments
 from flexmarl.trainer.totals import Totals
@@ -39,6 +40,7 @@ class BindingParts:
         totals: Running sums of the trainer.
         max_queued: Most operations that wait.
         budget: Outlives the binding.
+        borrowed: Slots of other trainers that it works on, too.
         cold_start: Replace the workers when the policy is suspended.
         on_lost: Gives the claim back when the binding is lost.
     """
@@ -56,6 +58,7 @@ class BindingParts:
     totals: Totals
     max_queued: int
     budget: PassBudget
+    borrowed: Sequence[Borrowed]
     cold_start: bool
     on_lost: Callable[[Claim], None]
 

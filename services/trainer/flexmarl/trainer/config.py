@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from flexmarl.core.ids import check_name
+from flexmarl.core.process_groups import NUMBERS_OF_OTHERS
 from flexmarl.core.training_costs import PolicyCosts, TrainingCosts
 from flexmarl.runtime.config import Section, ServiceConfig
 
@@ -73,7 +74,8 @@ class TrainerConfig(ServiceConfig):
     interface: str = "lo"
     """Network interface of process groups and of their rendezvous."""
     rendezvous_host: str = "127.0.0.1"
-    """Address of that interface that workers meet at."""
+    """Address of that interface that workers meet at; those of other trainers, too, when this one
+    leads a group over several."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 1
     """Compute threads of each worker; 0 means the node's cores divided by the slots. More than one
     pays for large models on cores that nobody else uses: threads of a small one mostly wait for
@@ -98,6 +100,10 @@ class TrainerConfig(ServiceConfig):
     """Longest work of a rank on one command; a rank that takes longer is ended."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait of a rank for the others."""
+    peer_silence_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest silence of another trainer that lends slots to a group led here, or leads one on
+    slots lent by this one; then the group is ended, and its slots are free. Set it alike on all,
+    and below the 11 s over which a refused binding is tried again."""
     store_patience_s: Annotated[float, Field(gt=0)] = 60.0
     """How long calls of a run's home store are repeated while it is unavailable."""
     shard_patience_s: Annotated[float, Field(gt=0)] = 900.0
@@ -117,6 +123,8 @@ class TrainerConfig(ServiceConfig):
     def _named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value or len(set(value)) < len(value):
             raise ValueError("name at least one slot, each once")
+        if len(value) > NUMBERS_OF_OTHERS:
+            raise ValueError(f"a trainer has at most {NUMBERS_OF_OTHERS} slots")
         for name in value:
             check_name(name, what="slot")
         return value

@@ -188,6 +188,7 @@ class PolicyState:
         if parts.config.loss.kl is not None or parts.config.lora is not None:
             template.reference.seed = parts.init_seed
         template.members.extend(parts.ranks.members)
+        template.num_near = parts.ranks.num_near
         template.group_prefix = meeting.prefix
         template.kept_groups.extend(meeting.kept)
         template.store_host = meeting.host

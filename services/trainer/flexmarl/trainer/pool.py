@@ -99,13 +99,31 @@ class WorkerPool:
 
     async def meet(self, workers: Sequence[Worker]) -> Meeting:
         """Says how a group of workers finds itself; starts the rendezvous when first needed."""
-        if len(workers) == 1 or self._config.device == "simulated":
-            return Meeting(prefix="", kept=self._groups.kept, host="", port=0)
+        if len(workers) == 1:
+            return Meeting(prefix="", kept=self.kept_groups(), host="", port=0)
+        names = [_process_name(worker) for worker in workers]
+        return await self._meeting(lambda: self._groups.meet(names))
+
+    async def meet_others(self, prefix: str) -> Meeting:
+        """Says how a group over several trainers finds itself: here, where it is led from.
+
+        It is made for one binding, under a prefix of its own, and not kept: what a trainer keeps is
+        its own book's, and no book knows what the workers of several trainers keep.
+        """
+        return await self._meeting(lambda: prefix)
+
+    def kept_groups(self) -> Sequence[str]:
+        """Prefixes of the groups that workers keep."""
+        return self._groups.kept
+
+    async def _meeting(self, prefix: Callable[[], str]) -> Meeting:
+        if self._config.device == "simulated":
+            return Meeting(prefix="", kept=(), host="", port=0)
         port = await self._rendezvous_port()
-        prefix = self._groups.meet([_process_name(worker) for worker in workers])
+        name = prefix()
         return Meeting(
-            prefix=prefix,
-            kept=self._groups.kept,
+            prefix=name,
+            kept=[*self.kept_groups(), name],
             host=self._config.rendezvous_host,
             port=port,
         )

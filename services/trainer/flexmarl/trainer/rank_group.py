@@ -1,10 +1,13 @@
-"""The ranks of one binding as one: they do a command together, or the group is ended."""
+"""The ranks of one binding as one: they do a command together, or the group is ended.
+
+Ranks after the first `num_near` are on slots that other trainers lend; they are told the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -14,16 +17,51 @@ _REFUSAL_GRACE_S: Final = 5.0
 """How long the other ranks may take to answer once one has failed."""
 
 
+class Rank(Protocol):
+    """A worker of a slot here, or of one that is lent."""
+
+    @property
+    def slot(self) -> str:
+        """Its slot."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Its number among this trainer's workers."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        ...
+
+    async def call(self, command: rank_pb2.RankCommand, *, timeout_s: float) -> rank_pb2.RankReply:
+        """See `Worker.call`."""
+        ...
+
+    def kill(self) -> None:
+        """See `Worker.kill`."""
+        ...
+
+    def replace(self) -> None:
+        """See `Worker.replace`."""
+        ...
+
+
 class RankGroup:
     """Workers in order of rank.
 
     Args:
-        workers: The workers; at least one.
+        workers: The workers of this trainer; at least one.
+        lent: Those of other trainers, after them.
         command_timeout_s: Longest work of a rank on one command.
     """
 
-    def __init__(self, workers: Sequence[Worker], *, command_timeout_s: float) -> None:
-        self.workers = tuple(workers)
+    def __init__(
+        self, workers: Sequence[Worker], lent: Sequence[Rank] = (), *, command_timeout_s: float
+    ) -> None:
+        self.num_near = len(workers)
+        self.workers: tuple[Rank, ...] = (*workers, *lent)
         self._timeout_s = command_timeout_s
 
     def __len__(self) -> int:
@@ -31,7 +69,7 @@ class RankGroup:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers' positions in the trainer."""
+        """The workers' numbers in this trainer."""
         return tuple(worker.position for worker in self.workers)
 
     def replace(self) -> None:

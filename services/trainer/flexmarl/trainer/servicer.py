@@ -44,8 +44,10 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._trainer, self._operations = trainer, operations
 
     async def drain(self) -> None:
-        """Ends the watches."""
+        """Ends the watches, and what is lent."""
         self._draining.set()
+        if self._trainer is not None:
+            self._trainer.end_loans()
 
     @property
     def trainer(self) -> Trainer:
@@ -78,6 +80,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
             request.policy,
             term=request.term,
             slots=list(request.slots),
+            beyond=list(request.beyond),
             version=request.version if request.HasField("version") else None,
         )
         return pb.BindPolicyResponse(operation=self._start(request, request.request_id, work))
@@ -154,6 +157,13 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         """See the contract."""
         self.operations.cancel(request.operation_id)
         return pb.CancelOperationResponse()
+
+    # The stubs know no streams that are written to the context.
+    async def LendSlots(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.LendSlotsRequest], context: Context
+    ) -> None:
+        """See the contract; ends with the loan."""
+        await self.trainer.lend(request_iterator, context.write)
 
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: Context

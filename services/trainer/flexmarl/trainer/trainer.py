@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
-from flexmarl.client.bundle import materialise
-from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.seeds import derive
 from flexmarl.core.trainer_slots import Claim, PolicyKey, SlotTable
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.logging import get_logger
-from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.binding import Binding
 from flexmarl.trainer.binding_parts import BindingParts, PassBudget
+from flexmarl.trainer.borrowing import Borrowed
 from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.lenders import Lenders
+from flexmarl.trainer.lending import Loan, LoanParts, first_word
+from flexmarl.trainer.open_run import OpenRun, read_run
 from flexmarl.trainer.pool import WorkerPool
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.segments import SegmentNames, StateSegments
@@ -31,20 +30,6 @@ from flexmarl.trainer.state_layout import MOMENTS
 from flexmarl.trainer.totals import Totals
 
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class OpenRun:
-    """A run that this trainer works for."""
-
-    run_id: str
-    created_unix_ns: int
-    term: int
-    config: RunConfig
-    models: dict[str, Path]
-    model_hashes: dict[str, str]
-    package: Path | None
-    store: RunStore
 
 
 class Trainer:
@@ -77,6 +62,8 @@ class Trainer:
         self._table = SlotTable(config.slots)
         self._budgets: dict[PolicyKey, PassBudget] = {}
         self._bindings: dict[PolicyKey, Binding] = {}
+        self._loans: dict[PolicyKey, Loan] = {}
+        self._lenders = Lenders(config, background)
         self._pool = WorkerPool(config, children, background, on_death=self._worker_died)
 
     async def wait_ready(self) -> None:
@@ -98,10 +85,12 @@ class Trainer:
         async with self._run_locks.setdefault(run_id, asyncio.Lock()):
             run = self._runs.get(run_id)
             if run is not None:
-                _check_run_term(run, term)
+                run.check_term(term)
                 run.term = term
             else:
-                self._runs[run_id] = await self._read_run(run_id, term=term, shards=shards)
+                self._runs[run_id] = await read_run(
+                    run_id, term=term, shards=shards, config=self._config
+                )
         return trainer_pb2.OpenRunResponse(incarnation=self.incarnation, slots=self._config.slots)
 
     async def close_run(self, run_id: str, *, term: int) -> None:
@@ -114,9 +103,9 @@ class Trainer:
             run = self._runs.get(run_id)
             if run is None:
                 return
-            _check_run_term(run, term)
+            run.check_term(term)
             for claim in self._table.claims_of_run(run_id):
-                self._bindings[claim.key].lose()
+                self._holder(claim.key).lose()
             self._table.forget_run(run_id)
             self._budgets = {key: b for key, b in self._budgets.items() if key.run_id != run_id}
             del self._runs[run_id]
@@ -124,30 +113,69 @@ class Trainer:
         self._run_locks.pop(run_id, None)
 
     async def bind(
-        self, run_id: str, policy: str, *, term: int, slots: Sequence[str], version: int | None
+        self,
+        run_id: str,
+        policy: str,
+        *,
+        term: int,
+        slots: Sequence[str],
+        version: int | None,
+        beyond: Sequence[trainer_pb2.TrainerSlots] = (),
     ) -> trainer_pb2.BindPolicyResult:
         """Binds a policy; an older binding of it ends unsaved.
 
         Raises:
-            DomainError: See `SlotTable.claim` and `Binding.bind`.
+            DomainError: See `Lenders.check`, `SlotTable.claim`, `Binding.borrow`, `Binding.bind`.
         """
         run = self._run(run_id)
-        key = PolicyKey(run_id, policy)
-        self._check_policy(run, policy, slots)
-        older = self._table.claim(key, term=term, slots=slots)
-        if older is not None:
-            self._bindings[key].lose()
-        claim = self._table.check(key, term=term)
-        binding = self._bindings[key] = Binding(self._parts(run, claim))
+        world_size = len(slots) + sum(len(others.slots) for others in beyond)
+        run.check_policy(policy, world_size=world_size)
+        self._lenders.check(beyond, world_size=world_size)
+        claim = self._claim(PolicyKey(run_id, policy), term=term, slots=slots)
+        borrowed = self._lenders.borrow(claim, beyond)
+        binding = self._bindings[claim.key] = Binding(self._parts(run, claim, borrowed))
         workers = [self._pool.workers[slot] for slot in claim.slots]
         try:
             for worker in workers:
                 await worker.wait_ready(timeout_s=self._config.warm_timeout_s)
-            meeting = await self._pool.meet(workers)
+            if borrowed:
+                await binding.borrow()
+                meeting = await self._pool.meet_others(f"{claim.key}/{term}")
+            else:
+                meeting = await self._pool.meet(workers)
         except BaseException:
             binding.lose()
             raise
         return await binding.bind(meeting=meeting, version=version)
+
+    async def lend(
+        self,
+        requests: AsyncIterator[trainer_pb2.LendSlotsRequest],
+        say: Callable[[trainer_pb2.LendSlotsResponse], Awaitable[None]],
+    ) -> None:
+        """Lends slots for as long as this runs; an older binding of the policy here ends unsaved.
+
+        Args:
+            requests: What the leading trainer says.
+            say: Says something to it.
+
+        Raises:
+            DomainError: See `SlotTable.claim` and `Loan.serve`; INVALID_ARGUMENT for a first word
+                that asks for nothing, or a trainer of another build.
+        """
+        borrow = await first_word(requests, silence_s=self._config.peer_silence_s)
+        run = self._run(borrow.run_id)
+        run.check_policy(borrow.policy, world_size=borrow.world_size)
+        claim = self._claim(
+            PolicyKey(run.run_id, borrow.policy), term=borrow.term, slots=borrow.slots
+        )
+        loan = self._loans[claim.key] = Loan(self._loan_parts(run, claim, borrow))
+        await loan.serve(requests, say)
+
+    def end_loans(self) -> None:
+        """Takes back all that is lent: the trainer stops."""
+        for loan in [*self._loans.values()]:
+            loan.lose(DomainError(ErrorReason.DRAINING, "the trainer stops"))
 
     async def prefetch(
         self, run_id: str, policy: str, *, slots: Sequence[str]
@@ -159,7 +187,7 @@ class Trainer:
                 store or a worker answers.
         """
         run = self._run(run_id)
-        self._check_policy(run, policy, slots)
+        run.check_policy(policy, world_size=len(slots))
         self._table.check_slots(slots)
         state = await run.store.get_state(run_id, policy)
         if state is None or not state.HasField("master"):
@@ -178,6 +206,12 @@ class Trainer:
         """
         key = PolicyKey(run_id, policy)
         self._table.check(key, term=term)
+        if key not in self._bindings:
+            raise DomainError(
+                ErrorReason.STATE_TRANSITION_REFUSED,
+                f"{key} has slots here under term {term}, and another trainer leads it: ask that",
+                {"policy": policy, "term": str(term)},
+            )
         return self._bindings[key]
 
     def fetch(
@@ -199,36 +233,80 @@ class Trainer:
         )
 
     async def close(self) -> None:
-        """Closes store connections; the workers end with their owner."""
+        """Closes connections; the workers end with their owner."""
         for run in self._runs.values():
             await run.store.close()
+        await self._lenders.close()
 
     def _slot_status(self, slot: str) -> trainer_pb2.SlotStatus:
         worker = self._pool.workers[slot]
         status = trainer_pb2.SlotStatus(slot=slot, pid=worker.pid, busy_s=worker.busy_seconds())
         claim = self._table.holder(slot)
         if claim is not None:
-            binding = self._bindings[claim.key]
+            holder = self._holder(claim.key)
             status.run_id, status.policy = claim.key.run_id, claim.key.policy
             status.term = claim.term
-            status.activity = binding.activity
-            status.state_bytes = binding.state_bytes
+            status.activity = holder.activity
+            status.state_bytes = holder.state_bytes
         return status
 
     def _worker_died(self, slot: str) -> None:
         claim = self._table.holder(slot)
-        if claim is not None:
-            _log.warning("binding_lost", policy=str(claim.key), slot=slot)
-            self._bindings[claim.key].lose()
+        if claim is None:
+            return
+        _log.warning("binding_lost", policy=str(claim.key), slot=slot)
+        holder = self._holder(claim.key)
+        if isinstance(holder, Loan):
+            pid = self._pool.workers[slot].pid
+            died = f"the worker of slot {slot} (pid {pid}) died"
+            holder.lose(DomainError(ErrorReason.CHILD_DIED, died, {"slot": slot, "pid": str(pid)}))
+        else:
+            holder.lose()
+
+    def _holder(self, key: PolicyKey) -> Binding | Loan:
+        """What a claim here is for: a policy is bound, or its slots are lent."""
+        loan = self._loans.get(key)
+        return self._bindings[key] if loan is None else loan
+
+    def _claim(self, key: PolicyKey, *, term: int, slots: Sequence[str]) -> Claim:
+        """Claims slots for a policy; what it has here under an older term ends."""
+        older = self._table.claim(key, term=term, slots=slots)
+        if older is not None:
+            self._holder(key).lose()
+            self._forget(key)
+        return self._table.check(key, term=term)
 
     def _lost(self, claim: Claim) -> None:
         # A successor's claim may have taken the policy's place already: then nothing is ours.
         if self._table.release(claim):
-            del self._bindings[claim.key]
+            self._forget(claim.key)
 
-    def _ranks(self, slots: Sequence[str]) -> RankGroup:
+    def _forget(self, key: PolicyKey) -> None:
+        self._bindings.pop(key, None)
+        self._loans.pop(key, None)
+
+    def _loan_parts(self, run: OpenRun, claim: Claim, borrow: trainer_pb2.Borrow) -> LoanParts:
+        config = self._config
+        return LoanParts(
+            claim=claim,
+            first_rank=borrow.first_rank,
+            world_size=borrow.world_size,
+            model_path=str(run.models[borrow.policy]),
+            package_path=run.package_path(borrow.policy),
+            workers=[self._pool.workers[slot] for slot in claim.slots],
+            kept_groups=self._pool.kept_groups,
+            warm_timeout_s=config.warm_timeout_s,
+            command_timeout_s=config.command_timeout_s,
+            silence_s=config.peer_silence_s,
+            cold_start=config.cold_start,
+            spans=self._spans,
+            on_lost=self._lost,
+        )
+
+    def _ranks(self, slots: Sequence[str], borrowed: Sequence[Borrowed] = ()) -> RankGroup:
         return RankGroup(
             [self._pool.workers[slot] for slot in slots],
+            [rank for others in borrowed for rank in others.ranks],
             command_timeout_s=self._config.command_timeout_s,
         )
 
@@ -245,7 +323,7 @@ class Trainer:
             traffic=self.totals.traffic_of(policy),
         )
 
-    def _parts(self, run: OpenRun, claim: Claim) -> BindingParts:
+    def _parts(self, run: OpenRun, claim: Claim, borrowed: Sequence[Borrowed]) -> BindingParts:
         policy = claim.key.policy
         config = run.config.policies[policy]
         return BindingParts(
@@ -253,9 +331,10 @@ class Trainer:
             config=config,
             model_path=str(run.models[policy]),
             model_hash=run.model_hashes[policy],
-            package_path=str(run.package) if ":" in config.loss.kind else "",
+            package_path=run.package_path(policy),
             init_seed=derive(run.config.seed, "init", policy),
-            ranks=self._ranks(claim.slots),
+            ranks=self._ranks(claim.slots, borrowed),
+            borrowed=borrowed,
             store=run.store,
             segments=self._segments(run, policy, term=claim.term),
             budget=self._budgets.setdefault(claim.key, PassBudget()),
@@ -266,57 +345,6 @@ class Trainer:
             on_lost=self._lost,
         )
 
-    async def _read_run(
-        self, run_id: str, *, term: int, shards: Sequence[common_pb2.ShardAddress]
-    ) -> OpenRun:
-        store = RunStore.over(
-            shards,
-            patience_s=self._config.store_patience_s,
-            shard_patience_s=self._config.shard_patience_s,
-        )
-        try:
-            stored = await store.get_run(run_id)
-            config = RunConfig.model_validate_json(stored.config_json)
-            cache = self._config.data_dir / "models"
-            models = {
-                name: await materialise(store, ref, cache)
-                for name, ref in sorted(stored.models.items())
-            }
-            package = None
-            if any(":" in policy.loss.kind for policy in config.policies.values()):
-                package = await materialise(
-                    store, stored.workflow_bundle, self._config.data_dir / "packages"
-                )
-        except BaseException:
-            await store.close()
-            raise
-        return OpenRun(
-            run_id=run_id,
-            created_unix_ns=stored.created_unix_ns,
-            term=term,
-            config=config,
-            models=models,
-            model_hashes={name: ref.content_hash for name, ref in stored.models.items()},
-            package=package,
-            store=store,
-        )
-
-    def _check_policy(self, run: OpenRun, policy: str, slots: Sequence[str]) -> None:
-        config = run.config.policies.get(policy)
-        if config is None or policy not in run.models:
-            known = ", ".join(sorted(run.config.policies))
-            raise DomainError(
-                ErrorReason.INVALID_ARGUMENT,
-                f"run {run.run_id} has no policy {policy!r}; it has: {known}",
-                {"policy": policy},
-            )
-        if config.kind == "frozen" and len(slots) != 1:
-            raise DomainError(
-                ErrorReason.INVALID_ARGUMENT,
-                f"policy {policy} is frozen: bind it to one slot, not {len(slots)}",
-                {"policy": policy},
-            )
-
     def _run(self, run_id: str) -> OpenRun:
         run = self._runs.get(run_id)
         if run is None:
@@ -326,12 +354,3 @@ class Trainer:
                 {"run": run_id},
             )
         return run
-
-
-def _check_run_term(run: OpenRun, term: int) -> None:
-    if term < run.term:
-        raise DomainError(
-            ErrorReason.TERM_STALE,
-            f"run {run.run_id}: orchestrator term {term} is older than {run.term}",
-            {"term": str(term), "current": str(run.term)},
-        )

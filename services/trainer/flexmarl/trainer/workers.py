@@ -181,11 +181,7 @@ class Worker:
             self._replies.pop(command.command_id, None)
             if not self._replies:
                 self._busy_s += time.monotonic() - self._busy_since
-        if answer.WhichOneof("reply") == "failure":
-            failure = answer.failure
-            reason = find_reason(failure.reason) or ErrorReason.INTERNAL
-            raise DomainError(reason, failure.message, dict(failure.metadata))
-        return answer
+        return unpacked(answer)
 
     def kill(self) -> None:
         """Ends the worker; the supervisor starts another one.
@@ -250,3 +246,16 @@ class Worker:
             f"the worker of slot {self.slot} (pid {self.pid}) died",
             {"slot": self.slot, "pid": str(self.pid)},
         )
+
+
+def unpacked(reply: rank_pb2.RankReply) -> rank_pb2.RankReply:
+    """Returns a reply that is no failure.
+
+    Raises:
+        DomainError: The failure that the rank reported.
+    """
+    if reply.WhichOneof("reply") == "failure":
+        failure = reply.failure
+        reason = find_reason(failure.reason) or ErrorReason.INTERNAL
+        raise DomainError(reason, failure.message, dict(failure.metadata))
+    return reply

@@ -12,6 +12,7 @@ from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.failures import agree
+from flexmarl.trainer.rank.far_parts import FarParts
 from flexmarl.trainer.rank.gradients import Learner
 from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
 from flexmarl.trainer.rank.modules import Modules
@@ -19,6 +20,7 @@ from flexmarl.trainer.rank.prefetch import Prefetcher
 from flexmarl.trainer.rank.residence import Resident
 from flexmarl.trainer.rank.shards import ShardedState, state_bytes
 from flexmarl.trainer.rank.state_files import StateFiles
+from flexmarl.trainer.state_layout import block_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Trained:
     state: ShardedState
     key: StateKey | None = None
     has_moments: bool = True
+    far: FarParts
     learner: Learner | None = None
 
 
@@ -90,6 +93,7 @@ class BoundStates:
             room=room,
             state=resident.at(room),
             key=key,
+            far=self._far_parts(resident, command),
         )
 
     def load(self, bound: Trained, saved: rank_pb2.RankSaved) -> None:
@@ -99,21 +103,21 @@ class BoundStates:
             DomainError: See `StateFiles.load`.
         """
         segments = {segment.kind: segment for segment in saved.segments}
-        block, state = bound.resident.block, bound.state
         bound.has_moments = bound.key is not None and bound.key.moments != ""
-        if bound.key is None:
-            self._files.load(segments["master"], block, state.flat("master"))
-        if not bound.has_moments and "moments" in segments:
-            self._files.load(segments["moments"], block, state.flat("moments"))
-            bound.has_moments = True
+        lacking = set(segments)
+        if bound.key is not None:
+            lacking.discard("master")
+        if bound.has_moments:
+            lacking.discard("moments")
+        bound.far.load(segments, lacking=lacking, memory=bound.state.flat)
+        bound.has_moments = bound.has_moments or "moments" in segments
         bound.key = StateKey(
             master=saved.master_key,
             moments=saved.moments_key if bound.has_moments else "",
             members=bound.members,
         )
         if "gradients" in segments:
-            self._files.load(segments["gradients"], block, state.flat("gradients"))
-            state.set_sum()
+            bound.state.set_sum()
 
     def bring_moments(self, bound: Trained, sources: Sequence[rank_pb2.MappedSegment]) -> None:
         """Loads moments that were left out (collective where there are sources).
@@ -124,13 +128,31 @@ class BoundStates:
         if not sources:
             return
         failure = None
-        if not bound.has_moments:
-            try:
-                self._files.load(sources[0], bound.resident.block, bound.state.flat("moments"))
-            except DomainError as error:
-                failure = error
+        try:
+            bound.far.load(
+                {segment.kind: segment for segment in sources},
+                lacking=() if bound.has_moments else ("moments",),
+                memory=bound.state.flat,
+            )
+        except DomainError as error:
+            failure = error
         agree(failure, group=bound.resident.group, device=self._device)
         bound.has_moments = True
+
+    def _far_parts(self, resident: Resident, command: rank_pb2.RankBind) -> FarParts:
+        world_size = len(command.members)
+        return FarParts(
+            self._files,
+            group=resident.group,
+            num_near=command.num_near or world_size,
+            block_of=lambda rank: block_of(
+                resident.parameters,
+                rank=rank,
+                world_size=world_size,
+                moments=resident.block.moments,
+            ),
+            device=self._device,
+        )
 
     def _find_kept(
         self, resident: Resident, saved: rank_pb2.RankSaved, members: tuple[int, ...]

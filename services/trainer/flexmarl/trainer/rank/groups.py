@@ -4,7 +4,8 @@ A worker is in several groups over its life, alone and with other slots' workers
 other members may die without harming it. A common real default group would break that promise, so
 the default group is torch's "fake" one: it gives every worker its global number (its position in
 the trainer) and never communicates. Real groups (gloo, NCCL) are made beside it with their own
-store; members are named by global number.
+store; members are named by global number. Numbers never leave a worker: members of other trainers
+have numbers of this worker's own making, and what members have to agree on is the group's prefix.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-MAX_POSITIONS = 1024
-"""Size of the numbering that the default group gives; bounds the slots of one trainer."""
+from flexmarl.core.process_groups import NUMBERS_OF_OTHERS
+
+MAX_POSITIONS = 2 * NUMBERS_OF_OTHERS
+"""Size of the numbering that the default group gives."""
 
 
 def join_numbering(position: int, *, interface: str) -> None:
@@ -99,7 +102,7 @@ class Groups:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = make_group(
-                name=f"{key.prefix or 'alone'}/{'-'.join(str(member) for member in key.members)}",
+                name=key.prefix or f"alone/{self._position}",
                 members=key.members,
                 position=self._position,
                 store=self._rendezvous(key, host=host, port=port),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -15,15 +15,17 @@ from flexmarl.trainer.rank.segments import SegmentFile, opened
 from flexmarl.trainer.rank.transfers import Transfers
 from flexmarl.trainer.state_layout import Block, Copy, plan_copies
 
-_CHECK_BYTES = 16 << 20
+PIECE_BYTES: Final = 16 << 20
+"""Most bytes that are compared, or sent between ranks, at once."""
+
+Rows = Iterator[tuple[int, torch.Tensor]]
+"""Flat bytes, each with its place in a segment."""
 
 
 class Weights(Protocol):
     """Weights that can be published."""
 
-    def full_rows(
-        self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def full_rows(self, buffers: Mapping[str, meg_store_pb2.NamedBuffer]) -> Rows:
         """Yields rows of full tensors as bytes, with their places in a segment."""
         ...
 
@@ -58,28 +60,40 @@ class StateFiles:
             for copy in copies:
                 self._transfers.load(file, copy.file, _cut(memory, copy))
 
-    def store(self, segment: rank_pb2.MappedSegment, block: Block, memory: torch.Tensor) -> None:
-        """Writes a rank's memory of one kind of state into its part of a segment.
+    def pieces(
+        self, segment: rank_pb2.MappedSegment, block: Block, *, device: torch.device
+    ) -> Iterator[torch.Tensor]:
+        """Yields what some rank's memory is filled with, piece by piece; valid until the next one.
+
+        Args:
+            segment: Sealed segment.
+            block: What that rank has.
+            device: Where the pieces are to lie.
+
+        Raises:
+            DomainError: As `load`.
+        """
+        with opened(segment, write=False) as file:
+            for copy in _in_pieces(_plan(segment, block)):
+                piece = torch.empty(copy.size_bytes, dtype=torch.uint8, device=device)
+                self._transfers.load(file, copy.file, piece)
+                yield piece
+
+    def to_fill(
+        self, segment: rank_pb2.MappedSegment, block: Block, memory: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yields the places in a rank's memory that the same `pieces` go to."""
+        yield from (_cut(memory, copy) for copy in _in_pieces(_plan(segment, block)))
+
+    def store(self, segment: rank_pb2.MappedSegment, rows: Rows) -> None:
+        """Writes rows into a segment: a rank's block (`rows_of`), or its rows of full tensors.
 
         Raises:
             DomainError: DISK_FULL, SEGMENT_NOT_FOUND, CHECKSUM_MISMATCH.
         """
-        copies = _plan(segment, block)
         with opened(segment, write=True) as file:
-            for copy in copies:
-                self._put(file, segment, copy.file, _cut(memory, copy))
-
-    def store_weights(self, segment: rank_pb2.MappedSegment, weights: Weights) -> None:
-        """Writes this rank's rows of the weights into a segment of full tensors.
-
-        No rank holds more than its rows: nothing is gathered.
-
-        Raises:
-            DomainError: As `store`.
-        """
-        with opened(segment, write=True) as file:
-            for offset, rows in weights.full_rows({item.name: item for item in segment.buffers}):
-                self._put(file, segment, offset, rows)
+            for offset, part in rows:
+                self._put(file, segment, offset, part)
 
     def _put(
         self, file: SegmentFile, segment: rank_pb2.MappedSegment, offset: int, rows: torch.Tensor
@@ -87,6 +101,30 @@ class StateFiles:
         self._transfers.store(file, offset, rows)
         if self._verify:
             _compare(file, segment, offset, rows)
+
+
+def rows_of(segment: rank_pb2.MappedSegment, block: Block, memory: torch.Tensor) -> Rows:
+    """Yields a rank's memory of one kind of state, with its places in the rank's part of a segment.
+
+    Raises:
+        DomainError: CONTENT_MISMATCH.
+    """
+    yield from ((copy.file, _cut(memory, copy)) for copy in _plan(segment, block))
+
+
+def weight_rows(segment: rank_pb2.MappedSegment, weights: Weights) -> Rows:
+    """Yields a rank's rows of the weights, with their places in a segment of full tensors.
+
+    No rank holds more than its rows: nothing is gathered.
+    """
+    return weights.full_rows({item.name: item for item in segment.buffers})
+
+
+def _in_pieces(copies: Sequence[Copy]) -> Iterator[Copy]:
+    for copy in copies:
+        for start in range(0, copy.size_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, copy.size_bytes - start)
+            yield Copy(copy.memory + start, copy.file + start, length)
 
 
 def _plan(segment: rank_pb2.MappedSegment, block: Block) -> Sequence[Copy]:
@@ -107,8 +145,8 @@ def _cut(memory: torch.Tensor, copy: Copy) -> torch.Tensor:
 def _compare(
     file: SegmentFile, segment: rank_pb2.MappedSegment, offset: int, rows: torch.Tensor
 ) -> None:
-    for start in range(0, rows.numel(), _CHECK_BYTES):
-        source = rows[start : start + _CHECK_BYTES].cpu()
+    for start in range(0, rows.numel(), PIECE_BYTES):
+        source = rows[start : start + PIECE_BYTES].cpu()
         found = torch.empty_like(source)
         file.read(offset + start, found)
         if zlib.crc32(source.numpy().data) != zlib.crc32(found.numpy().data):

@@ -28,7 +28,7 @@ from flexmarl.trainer.rank.packing import Rows
 from flexmarl.trainer.rank.pass_size import max_tokens_of
 from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import Resident
-from flexmarl.trainer.rank.state_files import StateFiles
+from flexmarl.trainer.rank.state_files import StateFiles, rows_of, weight_rows
 
 
 class RankWorker:
@@ -164,7 +164,7 @@ class RankWorker:
         seconds: dict[str, float] = defaultdict(float)
         if self._frozen is not None:
             (target,) = command.targets
-            self._files.store_weights(target, self._frozen)
+            self._files.store(target, weight_rows(target, self._frozen))
             written = _hash(target, seconds)
         else:
             written = self._export(self._require_trained(), command.targets, seconds)
@@ -260,11 +260,20 @@ class RankWorker:
         return "" if weights is None or bound.rank != 0 else _hash(weights, seconds)
 
     def _store(self, bound: Trained, targets: dict[str, rank_pb2.MappedSegment]) -> None:
+        """Writes all kinds, also after one that failed: ranks of other nodes hand theirs over."""
+        failure = None
         for kind, target in targets.items():
-            if kind == "weights":
-                self._files.store_weights(target, bound.state)
-            else:
-                self._files.store(target, bound.resident.block, bound.state.flat(kind))
+            rows = (
+                weight_rows(target, bound.state)
+                if kind == "weights"
+                else rows_of(target, bound.resident.block, bound.state.flat(kind))
+            )
+            try:
+                bound.far.store(target, rows)
+            except DomainError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _check_tokens(self, rows: Rows, resident: Resident, micro_batch_id: str) -> None:
         # Every rank checks all rows, so all refuse alike and none waits in a collective.

@@ -26,7 +26,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2 as flexmarl_dot_api_dot_comm
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as flexmarl_dot_api_dot_meg__store_dot_v1alpha1_dot_meg__store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flexmarl/api/trainer/v1alpha1/rank.proto\x12\x1d\x66lexmarl.api.trainer.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a/flexmarl/api/meg_store/v1alpha1/meg_store.proto\"\xa1\x04\n\x0bRankCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x37\n\x04\x62ind\x18\x02 \x01(\x0b\x32\'.flexmarl.api.trainer.v1alpha1.RankBindH\x00\x12\x41\n\tgradients\x18\x03 \x01(\x0b\x32,.flexmarl.api.trainer.v1alpha1.RankGradientsH\x00\x12\x39\n\x05\x61pply\x18\x04 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankApplyH\x00\x12;\n\x06\x65xport\x18\x05 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankExportH\x00\x12;\n\x06unbind\x18\x06 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankUnbindH\x00\x12\x44\n\x0bserve_store\x18\x07 \x01(\x0b\x32-.flexmarl.api.trainer.v1alpha1.RankServeStoreH\x00\x12;\n\x06\x66orget\x18\x08 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankForgetH\x00\x12?\n\x08prefetch\x18\t \x01(\x0b\x32+.flexmarl.api.trainer.v1alpha1.RankPrefetchH\x00\x42\t\n\x07\x63ommand\"\xe1\x04\n\tRankReply\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x38\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.FailureH\x00\x12\x39\n\x05ready\x18\x03 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankReadyH\x00\x12\x39\n\x05\x62ound\x18\x04 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankBoundH\x00\x12\x39\n\x05\x61\x64\x64\x65\x64\x18\x05 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankAddedH\x00\x12=\n\x07written\x18\x06 \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankWrittenH\x00\x12=\n\x07unbound\x18\x07 \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankUnboundH\x00\x12\x46\n\x0cstore_served\x18\x08 \x01(\x0b\x32..flexmarl.api.trainer.v1alpha1.RankStoreServedH\x00\x12\x41\n\tforgotten\x18\t \x01(\x0b\x32,.flexmarl.api.trainer.v1alpha1.RankForgottenH\x00\x12\x43\n\nprefetched\x18\n \x01(\x0b\x32-.flexmarl.api.trainer.v1alpha1.RankPrefetchedH\x00\x42\x07\n\x05reply\"\x1c\n\tRankReady\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"w\n\rMappedSegment\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12=\n\x07\x62uffers\x18\x04 \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\"\xa3\x03\n\x08RankBind\x12\x0f\n\x07\x62inding\x18\x01 \x01(\t\x12\x13\n\x0bpolicy_json\x18\x02 \x01(\x0c\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x12\n\nmodel_hash\x18\x12 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07members\x18\x05 \x03(\r\x12\x12\n\nstore_port\x18\x06 \x01(\r\x12\x12\n\nstore_host\x18\x07 \x01(\t\x12\x14\n\x0cgroup_prefix\x18\x08 \x01(\t\x12\x13\n\x0bkept_groups\x18\x11 \x03(\t\x12=\n\x07initial\x18\t \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankInitialH\x00\x12\x39\n\x05saved\x18\n \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankSavedH\x00\x12=\n\treference\x18\x0f \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankInitial\x12\x14\n\x0cpackage_path\x18\x10 \x01(\tB\x08\n\x06source\"\x1b\n\x0bRankInitial\x12\x0c\n\x04seed\x18\x01 \x01(\x04\"t\n\tRankSaved\x12\x12\n\nmaster_key\x18\x01 \x01(\t\x12\x13\n\x0bmoments_key\x18\x02 \x01(\t\x12>\n\x08segments\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"\xb0\x02\n\tRankBound\x12@\n\nparameters\x18\x01 \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x46\n\x07seconds\x18\x03 \x03(\x0b\x32\x35.flexmarl.api.trainer.v1alpha1.RankBound.SecondsEntry\x12\x13\n\x0bhas_moments\x18\x10 \x01(\x08\x12?\n\tpublished\x18\x0f \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"E\n\tKeptState\x12\x12\n\nmaster_key\x18\x01 \x01(\t\x12\x13\n\x0bmoments_key\x18\x02 \x01(\t\x12\x0f\n\x07members\x18\x03 \x03(\r\"\x82\x02\n\rRankGradients\x12\x16\n\x0emicro_batch_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x16\n\x0eprompt_lengths\x18\x03 \x01(\x0c\x12\x18\n\x10response_lengths\x18\x04 \x01(\x0c\x12\x12\n\nadvantages\x18\x05 \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x13\n\x0bnum_updates\x18\x08 \x01(\x04\x12\x1b\n\x13max_tokens_per_pass\x18\t \x01(\r\x12\x0f\n\x07sampled\x18\n \x01(\x0c\x12\x18\n\x10token_advantages\x18\x0b \x01(\x0c\"\x8b\x03\n\tRankAdded\x12\x0e\n\x06\x66inite\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12@\n\x04sums\x18\x03 \x03(\x0b\x32\x32.flexmarl.api.trainer.v1alpha1.RankAdded.SumsEntry\x12\x44\n\x06maxima\x18\x04 \x03(\x0b\x32\x34.flexmarl.api.trainer.v1alpha1.RankAdded.MaximaEntry\x12\x46\n\x07seconds\x18\x05 \x03(\x0b\x32\x35.flexmarl.api.trainer.v1alpha1.RankAdded.SecondsEntry\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bMaximaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb3\x01\n\tRankApply\x12\x13\n\x0b\x64\x65nominator\x18\x01 \x01(\x01\x12\x13\n\x0bnum_updates\x18\x02 \x01(\x04\x12=\n\x07targets\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\x12=\n\x07sources\x18\x04 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"K\n\nRankExport\x12=\n\x07targets\x18\x01 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"\x97\x02\n\x0bRankWritten\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12H\n\x07metrics\x18\x02 \x03(\x0b\x32\x37.flexmarl.api.trainer.v1alpha1.RankWritten.MetricsEntry\x12H\n\x07seconds\x18\x03 \x03(\x0b\x32\x37.flexmarl.api.trainer.v1alpha1.RankWritten.SecondsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0c\n\nRankUnbind\"!\n\x0bRankUnbound\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\"\x1e\n\nRankForget\x12\x10\n\x08position\x18\x01 \x01(\r\"\x0f\n\rRankForgotten\"\x95\x01\n\x0cRankPrefetch\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x37\n\x05state\x18\x02 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.KeptState\x12>\n\x08segments\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"7\n\x0eRankPrefetched\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x1e\n\x0eRankServeStore\x12\x0c\n\x04host\x18\x01 \x01(\t\"\x1f\n\x0fRankStoreServed\x12\x0c\n\x04port\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flexmarl/api/trainer/v1alpha1/rank.proto\x12\x1d\x66lexmarl.api.trainer.v1alpha1\x1a)flexmarl/api/common/v1alpha1/common.proto\x1a/flexmarl/api/meg_store/v1alpha1/meg_store.proto\"\xa1\x04\n\x0bRankCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x37\n\x04\x62ind\x18\x02 \x01(\x0b\x32\'.flexmarl.api.trainer.v1alpha1.RankBindH\x00\x12\x41\n\tgradients\x18\x03 \x01(\x0b\x32,.flexmarl.api.trainer.v1alpha1.RankGradientsH\x00\x12\x39\n\x05\x61pply\x18\x04 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankApplyH\x00\x12;\n\x06\x65xport\x18\x05 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankExportH\x00\x12;\n\x06unbind\x18\x06 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankUnbindH\x00\x12\x44\n\x0bserve_store\x18\x07 \x01(\x0b\x32-.flexmarl.api.trainer.v1alpha1.RankServeStoreH\x00\x12;\n\x06\x66orget\x18\x08 \x01(\x0b\x32).flexmarl.api.trainer.v1alpha1.RankForgetH\x00\x12?\n\x08prefetch\x18\t \x01(\x0b\x32+.flexmarl.api.trainer.v1alpha1.RankPrefetchH\x00\x42\t\n\x07\x63ommand\"\xe1\x04\n\tRankReply\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x38\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32%.flexmarl.api.common.v1alpha1.FailureH\x00\x12\x39\n\x05ready\x18\x03 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankReadyH\x00\x12\x39\n\x05\x62ound\x18\x04 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankBoundH\x00\x12\x39\n\x05\x61\x64\x64\x65\x64\x18\x05 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankAddedH\x00\x12=\n\x07written\x18\x06 \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankWrittenH\x00\x12=\n\x07unbound\x18\x07 \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankUnboundH\x00\x12\x46\n\x0cstore_served\x18\x08 \x01(\x0b\x32..flexmarl.api.trainer.v1alpha1.RankStoreServedH\x00\x12\x41\n\tforgotten\x18\t \x01(\x0b\x32,.flexmarl.api.trainer.v1alpha1.RankForgottenH\x00\x12\x43\n\nprefetched\x18\n \x01(\x0b\x32-.flexmarl.api.trainer.v1alpha1.RankPrefetchedH\x00\x42\x07\n\x05reply\"\x1c\n\tRankReady\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"w\n\rMappedSegment\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12=\n\x07\x62uffers\x18\x04 \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\"\xb5\x03\n\x08RankBind\x12\x0f\n\x07\x62inding\x18\x01 \x01(\t\x12\x13\n\x0bpolicy_json\x18\x02 \x01(\x0c\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x12\n\nmodel_hash\x18\x12 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07members\x18\x05 \x03(\r\x12\x12\n\nstore_port\x18\x06 \x01(\r\x12\x12\n\nstore_host\x18\x07 \x01(\t\x12\x14\n\x0cgroup_prefix\x18\x08 \x01(\t\x12\x13\n\x0bkept_groups\x18\x11 \x03(\t\x12=\n\x07initial\x18\t \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankInitialH\x00\x12\x39\n\x05saved\x18\n \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.RankSavedH\x00\x12=\n\treference\x18\x0f \x01(\x0b\x32*.flexmarl.api.trainer.v1alpha1.RankInitial\x12\x14\n\x0cpackage_path\x18\x10 \x01(\t\x12\x10\n\x08num_near\x18\x13 \x01(\rB\x08\n\x06source\"\x1b\n\x0bRankInitial\x12\x0c\n\x04seed\x18\x01 \x01(\x04\"t\n\tRankSaved\x12\x12\n\nmaster_key\x18\x01 \x01(\t\x12\x13\n\x0bmoments_key\x18\x02 \x01(\t\x12>\n\x08segments\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"\xb0\x02\n\tRankBound\x12@\n\nparameters\x18\x01 \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x46\n\x07seconds\x18\x03 \x03(\x0b\x32\x35.flexmarl.api.trainer.v1alpha1.RankBound.SecondsEntry\x12\x13\n\x0bhas_moments\x18\x10 \x01(\x08\x12?\n\tpublished\x18\x0f \x03(\x0b\x32,.flexmarl.api.meg_store.v1alpha1.NamedBuffer\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"E\n\tKeptState\x12\x12\n\nmaster_key\x18\x01 \x01(\t\x12\x13\n\x0bmoments_key\x18\x02 \x01(\t\x12\x0f\n\x07members\x18\x03 \x03(\r\"\x82\x02\n\rRankGradients\x12\x16\n\x0emicro_batch_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x16\n\x0eprompt_lengths\x18\x03 \x01(\x0c\x12\x18\n\x10response_lengths\x18\x04 \x01(\x0c\x12\x12\n\nadvantages\x18\x05 \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x13\n\x0bnum_updates\x18\x08 \x01(\x04\x12\x1b\n\x13max_tokens_per_pass\x18\t \x01(\r\x12\x0f\n\x07sampled\x18\n \x01(\x0c\x12\x18\n\x10token_advantages\x18\x0b \x01(\x0c\"\x8b\x03\n\tRankAdded\x12\x0e\n\x06\x66inite\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12@\n\x04sums\x18\x03 \x03(\x0b\x32\x32.flexmarl.api.trainer.v1alpha1.RankAdded.SumsEntry\x12\x44\n\x06maxima\x18\x04 \x03(\x0b\x32\x34.flexmarl.api.trainer.v1alpha1.RankAdded.MaximaEntry\x12\x46\n\x07seconds\x18\x05 \x03(\x0b\x32\x35.flexmarl.api.trainer.v1alpha1.RankAdded.SecondsEntry\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bMaximaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb3\x01\n\tRankApply\x12\x13\n\x0b\x64\x65nominator\x18\x01 \x01(\x01\x12\x13\n\x0bnum_updates\x18\x02 \x01(\x04\x12=\n\x07targets\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\x12=\n\x07sources\x18\x04 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"K\n\nRankExport\x12=\n\x07targets\x18\x01 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"\x97\x02\n\x0bRankWritten\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12H\n\x07metrics\x18\x02 \x03(\x0b\x32\x37.flexmarl.api.trainer.v1alpha1.RankWritten.MetricsEntry\x12H\n\x07seconds\x18\x03 \x03(\x0b\x32\x37.flexmarl.api.trainer.v1alpha1.RankWritten.SecondsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0c\n\nRankUnbind\"!\n\x0bRankUnbound\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\"\x1e\n\nRankForget\x12\x10\n\x08position\x18\x01 \x01(\r\"\x0f\n\rRankForgotten\"\x95\x01\n\x0cRankPrefetch\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x37\n\x05state\x18\x02 \x01(\x0b\x32(.flexmarl.api.trainer.v1alpha1.KeptState\x12>\n\x08segments\x18\x03 \x03(\x0b\x32,.flexmarl.api.trainer.v1alpha1.MappedSegment\"7\n\x0eRankPrefetched\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x1e\n\x0eRankServeStore\x12\x0c\n\x04host\x18\x01 \x01(\t\"\x1f\n\x0fRankStoreServed\x12\x0c\n\x04port\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,51 +54,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MAPPEDSEGMENT']._serialized_start=1357
   _globals['_MAPPEDSEGMENT']._serialized_end=1476
   _globals['_RANKBIND']._serialized_start=1479
-  _globals['_RANKBIND']._serialized_end=1898
-  _globals['_RANKINITIAL']._serialized_start=1900
-  _globals['_RANKINITIAL']._serialized_end=1927
-  _globals['_RANKSAVED']._serialized_start=1929
-  _globals['_RANKSAVED']._serialized_end=2045
-  _globals['_RANKBOUND']._serialized_start=2048
-  _globals['_RANKBOUND']._serialized_end=2352
-  _globals['_RANKBOUND_SECONDSENTRY']._serialized_start=2306
-  _globals['_RANKBOUND_SECONDSENTRY']._serialized_end=2352
-  _globals['_KEPTSTATE']._serialized_start=2354
-  _globals['_KEPTSTATE']._serialized_end=2423
-  _globals['_RANKGRADIENTS']._serialized_start=2426
-  _globals['_RANKGRADIENTS']._serialized_end=2684
-  _globals['_RANKADDED']._serialized_start=2687
-  _globals['_RANKADDED']._serialized_end=3082
-  _globals['_RANKADDED_SUMSENTRY']._serialized_start=2944
-  _globals['_RANKADDED_SUMSENTRY']._serialized_end=2987
-  _globals['_RANKADDED_MAXIMAENTRY']._serialized_start=2989
-  _globals['_RANKADDED_MAXIMAENTRY']._serialized_end=3034
-  _globals['_RANKADDED_SECONDSENTRY']._serialized_start=2306
-  _globals['_RANKADDED_SECONDSENTRY']._serialized_end=2352
-  _globals['_RANKAPPLY']._serialized_start=3085
-  _globals['_RANKAPPLY']._serialized_end=3264
-  _globals['_RANKEXPORT']._serialized_start=3266
-  _globals['_RANKEXPORT']._serialized_end=3341
-  _globals['_RANKWRITTEN']._serialized_start=3344
-  _globals['_RANKWRITTEN']._serialized_end=3623
-  _globals['_RANKWRITTEN_METRICSENTRY']._serialized_start=3529
-  _globals['_RANKWRITTEN_METRICSENTRY']._serialized_end=3575
-  _globals['_RANKWRITTEN_SECONDSENTRY']._serialized_start=2306
-  _globals['_RANKWRITTEN_SECONDSENTRY']._serialized_end=2352
-  _globals['_RANKUNBIND']._serialized_start=3625
-  _globals['_RANKUNBIND']._serialized_end=3637
-  _globals['_RANKUNBOUND']._serialized_start=3639
-  _globals['_RANKUNBOUND']._serialized_end=3672
-  _globals['_RANKFORGET']._serialized_start=3674
-  _globals['_RANKFORGET']._serialized_end=3704
-  _globals['_RANKFORGOTTEN']._serialized_start=3706
-  _globals['_RANKFORGOTTEN']._serialized_end=3721
-  _globals['_RANKPREFETCH']._serialized_start=3724
-  _globals['_RANKPREFETCH']._serialized_end=3873
-  _globals['_RANKPREFETCHED']._serialized_start=3875
-  _globals['_RANKPREFETCHED']._serialized_end=3930
-  _globals['_RANKSERVESTORE']._serialized_start=3932
-  _globals['_RANKSERVESTORE']._serialized_end=3962
-  _globals['_RANKSTORESERVED']._serialized_start=3964
-  _globals['_RANKSTORESERVED']._serialized_end=3995
+  _globals['_RANKBIND']._serialized_end=1916
+  _globals['_RANKINITIAL']._serialized_start=1918
+  _globals['_RANKINITIAL']._serialized_end=1945
+  _globals['_RANKSAVED']._serialized_start=1947
+  _globals['_RANKSAVED']._serialized_end=2063
+  _globals['_RANKBOUND']._serialized_start=2066
+  _globals['_RANKBOUND']._serialized_end=2370
+  _globals['_RANKBOUND_SECONDSENTRY']._serialized_start=2324
+  _globals['_RANKBOUND_SECONDSENTRY']._serialized_end=2370
+  _globals['_KEPTSTATE']._serialized_start=2372
+  _globals['_KEPTSTATE']._serialized_end=2441
+  _globals['_RANKGRADIENTS']._serialized_start=2444
+  _globals['_RANKGRADIENTS']._serialized_end=2702
+  _globals['_RANKADDED']._serialized_start=2705
+  _globals['_RANKADDED']._serialized_end=3100
+  _globals['_RANKADDED_SUMSENTRY']._serialized_start=2962
+  _globals['_RANKADDED_SUMSENTRY']._serialized_end=3005
+  _globals['_RANKADDED_MAXIMAENTRY']._serialized_start=3007
+  _globals['_RANKADDED_MAXIMAENTRY']._serialized_end=3052
+  _globals['_RANKADDED_SECONDSENTRY']._serialized_start=2324
+  _globals['_RANKADDED_SECONDSENTRY']._serialized_end=2370
+  _globals['_RANKAPPLY']._serialized_start=3103
+  _globals['_RANKAPPLY']._serialized_end=3282
+  _globals['_RANKEXPORT']._serialized_start=3284
+  _globals['_RANKEXPORT']._serialized_end=3359
+  _globals['_RANKWRITTEN']._serialized_start=3362
+  _globals['_RANKWRITTEN']._serialized_end=3641
+  _globals['_RANKWRITTEN_METRICSENTRY']._serialized_start=3547
+  _globals['_RANKWRITTEN_METRICSENTRY']._serialized_end=3593
+  _globals['_RANKWRITTEN_SECONDSENTRY']._serialized_start=2324
+  _globals['_RANKWRITTEN_SECONDSENTRY']._serialized_end=2370
+  _globals['_RANKUNBIND']._serialized_start=3643
+  _globals['_RANKUNBIND']._serialized_end=3655
+  _globals['_RANKUNBOUND']._serialized_start=3657
+  _globals['_RANKUNBOUND']._serialized_end=3690
+  _globals['_RANKFORGET']._serialized_start=3692
+  _globals['_RANKFORGET']._serialized_end=3722
+  _globals['_RANKFORGOTTEN']._serialized_start=3724
+  _globals['_RANKFORGOTTEN']._serialized_end=3739
+  _globals['_RANKPREFETCH']._serialized_start=3742
+  _globals['_RANKPREFETCH']._serialized_end=3891
+  _globals['_RANKPREFETCHED']._serialized_start=3893
+  _globals['_RANKPREFETCHED']._serialized_end=3948
+  _globals['_RANKSERVESTORE']._serialized_start=3950
+  _globals['_RANKSERVESTORE']._serialized_end=3980
+  _globals['_RANKSTORESERVED']._serialized_start=3982
+  _globals['_RANKSTORESERVED']._serialized_end=4013
 # @@protoc_insertion_point(module_scope)

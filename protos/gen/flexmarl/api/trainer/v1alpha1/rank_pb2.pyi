@@ -250,6 +250,7 @@ class RankBind(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     PACKAGE_PATH_FIELD_NUMBER: _builtins.int
+    NUM_NEAR_FIELD_NUMBER: _builtins.int
     binding: _builtins.str
     """Run and policy, "run/policy", for logs and resident state."""
     policy_json: _builtins.bytes
@@ -268,9 +269,15 @@ class RankBind(_message.Message):
     """Prefix within the rendezvous store for a group made now; unique per creation."""
     package_path: _builtins.str
     """Folder of the run's workflow package; empty when the policy needs none of its code."""
+    num_near: _builtins.int
+    """Ranks 0 to here have the segments on their node; the others exchange their parts with them over
+    the group. Equal to the number of members where the group lies on one trainer.
+    """
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions of the group's workers in the trainer, in order of rank."""
+        """Positions of the group's workers in the trainer, in order of rank. Those of other trainers have
+        numbers above all positions, which mean nothing outside of the trainer that gave them.
+        """
 
     @_builtins.property
     def kept_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -307,10 +314,11 @@ class RankBind(_message.Message):
         saved: Global___RankSaved | None = ...,
         reference: Global___RankInitial | None = ...,
         package_path: _builtins.str = ...,
+        num_near: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["initial", b"initial", "reference", b"reference", "saved", b"saved", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "kept_groups", b"kept_groups", "members", b"members", "model_hash", b"model_hash", "model_path", b"model_path", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "group_prefix", b"group_prefix", "initial", b"initial", "kept_groups", b"kept_groups", "members", b"members", "model_hash", b"model_hash", "model_path", b"model_path", "num_near", b"num_near", "package_path", b"package_path", "policy_json", b"policy_json", "rank", b"rank", "reference", b"reference", "saved", b"saved", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["initial", "saved"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -143,6 +143,7 @@ class BindPolicyRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    BEYOND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this call and of the operation."""
     run_id: _builtins.str
@@ -157,6 +158,12 @@ class BindPolicyRequest(_message.Message):
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Slots to bind, one rank each."""
 
+    @_builtins.property
+    def beyond(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerSlots]:
+        """Slots of further trainers, one rank each, numbered after this one's. This one leads: it borrows
+        them, is alone asked to work, and its node's store gets the state. All are bound, or none.
+        """
+
     def __init__(
         self,
         *,
@@ -166,16 +173,45 @@ class BindPolicyRequest(_message.Message):
         term: _builtins.int = ...,
         slots: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.int | None = ...,
+        beyond: _abc.Iterable[Global___TrainerSlots] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "policy", b"policy", "request_id", b"request_id", "run_id", b"run_id", "slots", b"slots", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "beyond", b"beyond", "policy", b"policy", "request_id", b"request_id", "run_id", b"run_id", "slots", b"slots", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___BindPolicyRequest: _TypeAlias = BindPolicyRequest  # noqa: Y015
+
+@_typing.final
+class TrainerSlots(_message.Message):
+    """TrainerSlots names slots of another trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Address of that trainer, "host:port", as the leading one reaches it; the Orchestrator's own."""
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its slots, in order of rank."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerSlots: _TypeAlias = TrainerSlots  # noqa: Y015
 
 @_typing.final
 class BindPolicyResponse(_message.Message):
@@ -1076,3 +1112,202 @@ class SlotStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotStatus: _TypeAlias = SlotStatus  # noqa: Y015
+
+@_typing.final
+class LendSlotsRequest(_message.Message):
+    """LendSlotsRequest is what the leading trainer says; the first one asks for the slots. The end of its
+    side gives them back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BORROW_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    END_WORKER_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    end_worker: _builtins.int
+    """Index of a slot whose worker is to be ended."""
+    @_builtins.property
+    def borrow(self) -> Global___Borrow:
+        """Which slots, and for what."""
+
+    @_builtins.property
+    def command(self) -> Global___RankFrame:
+        """A command to a rank; each has at most one at a time."""
+
+    @_builtins.property
+    def beat(self) -> Global___Beat:
+        """Nothing but that it is there."""
+
+    def __init__(
+        self,
+        *,
+        borrow: Global___Borrow | None = ...,
+        command: Global___RankFrame | None = ...,
+        end_worker: _builtins.int = ...,
+        beat: Global___Beat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "borrow", b"borrow", "command", b"command", "end_worker", b"end_worker", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "borrow", b"borrow", "command", b"command", "end_worker", b"end_worker", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["borrow", "command", "end_worker", "beat"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___LendSlotsRequest: _TypeAlias = LendSlotsRequest  # noqa: Y015
+
+@_typing.final
+class LendSlotsResponse(_message.Message):
+    """LendSlotsResponse is what the lending trainer says; the first one comes when the slots are lent. A
+    worker's death ends the stream with CHILD_DIED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENT_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lent(self) -> Global___Lent:
+        """The slots are lent."""
+
+    @_builtins.property
+    def reply(self) -> Global___RankFrame:
+        """A rank's reply."""
+
+    @_builtins.property
+    def beat(self) -> Global___Beat:
+        """Nothing but that it is there."""
+
+    def __init__(
+        self,
+        *,
+        lent: Global___Lent | None = ...,
+        reply: Global___RankFrame | None = ...,
+        beat: Global___Beat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "lent", b"lent", "message", b"message", "reply", b"reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "lent", b"lent", "message", b"message", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["lent", "reply", "beat"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___LendSlotsResponse: _TypeAlias = LendSlotsResponse  # noqa: Y015
+
+@_typing.final
+class Borrow(_message.Message):
+    """Borrow asks for slots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    FIRST_RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    FRAME_FORMAT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; it is open at the lending trainer."""
+    policy: _builtins.str
+    """Policy."""
+    term: _builtins.int
+    """Term of the binding; a newer one ends what the policy has there."""
+    first_rank: _builtins.int
+    """Rank of the first of them in the group."""
+    world_size: _builtins.int
+    """Number of ranks of the group."""
+    frame_format: _builtins.str
+    """Hash of what commands and replies look like (rank.proto); another one is refused."""
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Slots, in order of rank."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        term: _builtins.int = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+        first_rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        frame_format: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "frame_format", b"frame_format", "policy", b"policy", "run_id", b"run_id", "slots", b"slots", "term", b"term", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Borrow: _TypeAlias = Borrow  # noqa: Y015
+
+@_typing.final
+class Lent(_message.Message):
+    """Lent says that slots are lent and their workers warm."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Process ids of the workers, in order of rank."""
+
+    def __init__(
+        self,
+        *,
+        pids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pids", b"pids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lent: _TypeAlias = Lent  # noqa: Y015
+
+@_typing.final
+class RankFrame(_message.Message):
+    """RankFrame is a RankCommand or a RankReply of rank.proto."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the slot among the lent ones."""
+    frame: _builtins.bytes
+    """The message."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        frame: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFrame: _TypeAlias = RankFrame  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    """Beat is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015

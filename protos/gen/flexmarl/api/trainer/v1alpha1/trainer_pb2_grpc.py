@@ -89,6 +89,11 @@ class TrainerServiceStub(object):
                 request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationRequest.SerializeToString,
                 response_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationResponse.FromString,
                 _registered_method=True)
+        self.LendSlots = channel.stream_stream(
+                '/flexmarl.api.trainer.v1alpha1.TrainerService/LendSlots',
+                request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsRequest.SerializeToString,
+                response_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/flexmarl.api.trainer.v1alpha1.TrainerService/GetStatus',
                 request_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.GetStatusRequest.SerializeToString,
@@ -180,6 +185,15 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LendSlots(self, request_iterator, context):
+        """LendSlots lends slots to the trainer that leads a process group over several, for as long as the
+        stream lasts: however it ends, the slots are free. What it carries is between two trainers of
+        one build. Either end says something at least every few seconds; a silent one is given up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """GetStatus reads slots and bindings.
         """
@@ -246,6 +260,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.CancelOperation,
                     request_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationRequest.FromString,
                     response_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationResponse.SerializeToString,
+            ),
+            'LendSlots': grpc.stream_stream_rpc_method_handler(
+                    servicer.LendSlots,
+                    request_deserializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsRequest.FromString,
+                    response_serializer=flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -533,6 +552,33 @@ class TrainerService(object):
             '/flexmarl.api.trainer.v1alpha1.TrainerService/CancelOperation',
             flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationRequest.SerializeToString,
             flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.CancelOperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendSlots(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flexmarl.api.trainer.v1alpha1.TrainerService/LendSlots',
+            flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsRequest.SerializeToString,
+            flexmarl_dot_api_dot_trainer_dot_v1alpha1_dot_trainer__pb2.LendSlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,11 @@ class TrainerServiceStub:
     """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
     that is at work loses its binding, and with it what was not saved.
     """
+    LendSlots: _grpc.StreamStreamMultiCallable[_trainer_pb2.LendSlotsRequest, _trainer_pb2.LendSlotsResponse]
+    """LendSlots lends slots to the trainer that leads a process group over several, for as long as the
+    stream lasts: however it ends, the slots are free. What it carries is between two trainers of
+    one build. Either end says something at least every few seconds; a silent one is given up.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]
     """GetStatus reads slots and bindings."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchStatusRequest, _trainer_pb2.WatchStatusResponse]
@@ -96,6 +101,11 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     CancelOperation: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CancelOperationRequest, _trainer_pb2.CancelOperationResponse]  # type: ignore[assignment]
     """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
     that is at work loses its binding, and with it what was not saved.
+    """
+    LendSlots: _aio.StreamStreamMultiCallable[_trainer_pb2.LendSlotsRequest, _trainer_pb2.LendSlotsResponse]  # type: ignore[assignment]
+    """LendSlots lends slots to the trainer that leads a process group over several, for as long as the
+    stream lasts: however it ends, the slots are free. What it carries is between two trainers of
+    one build. Either end says something at least every few seconds; a silent one is given up.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus reads slots and bindings."""
@@ -190,6 +200,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.CancelOperationResponse, _abc.Awaitable[_trainer_pb2.CancelOperationResponse]]:
         """CancelOperation asks an operation to stop: one that waits for its turn ends without effect, one
         that is at work loses its binding, and with it what was not saved.
+        """
+
+    @_abc_1.abstractmethod
+    def LendSlots(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.LendSlotsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.LendSlotsResponse], _abc.AsyncIterator[_trainer_pb2.LendSlotsResponse]]:
+        """LendSlots lends slots to the trainer that leads a process group over several, for as long as the
+        stream lasts: however it ends, the slots are free. What it carries is between two trainers of
+        one build. Either end says something at least every few seconds; a silent one is given up.
         """
 
     @_abc_1.abstractmethod
