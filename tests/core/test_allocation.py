@@ -334,6 +334,19 @@ def test_who_spans_trainers_is_not_widened() -> None:
     assert decide(bound, trainers=ONES).actions == ()
 
 
+def test_who_spans_trainers_leaves_once_for_all_that_are_widened() -> None:
+    trainers = {"t0": ("slot0", "a", "c"), "t1": ("slot0", "b", "d")}
+    result = decide(
+        over("p", 0, "t0", "t1"),
+        held("q", 99, "a", trainer="t0", max_world_size=2),
+        held("r", 99, "b", trainer="t1", max_world_size=2),
+        held("s", 0, "c", trainer="t0", busy=True),
+        held("t", 0, "d", trainer="t1", busy=True),
+        trainers=trainers,
+    )
+    assert leaves(result) == ["q", "p"], "r finds p's other slot free a moment later"
+
+
 def test_a_place_over_trainers_is_all_there_or_waited_for() -> None:
     kept = (Place("t0", ("slot0",)), Place("t1", ("slot0",)))
     assert places(decide(wide("p", 9, 2, places=kept), trainers=ONES)) == {"p": [*kept]}

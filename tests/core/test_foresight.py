@@ -114,6 +114,8 @@ def test_state_that_takes_time_to_load_is_loaded_ahead_once(
 def test_who_spans_trainers_gets_no_hint_and_its_slots_are_held_everywhere() -> None:
     trainers = {"t0": ("slot0",), "t1": ("slot0",)}
     assert where(want("d", 7, world_size=2, spans=True), trainers=trainers) is None
+    places = (Place("t0", ("slot0",)), Place("t1", ("slot0",)))
+    assert where(want("d", 7, world_size=2, places=places), trainers=trainers) is None
     beyond = (Place("t1", ("slot0",)),)
     spanning = want("a", 5, trainer="t0", slots=("slot0",), beyond=beyond, finishing=True)
     free = {**trainers, "t2": ("slot0", "slot1")}

@@ -157,6 +157,39 @@ def test_a_policy_that_the_trainers_have_no_slots_for_ends_the_run_once_all_are_
     )
 
 
+def test_places_for_more_ranks_than_there_are_slots_end_the_run() -> None:
+    training = Training(
+        TrainingRules(
+            policies={"a": PolicyRules(world_size=2), "b": PolicyRules(), "c": PolicyRules()},
+            static=True,
+        )
+    )
+    training.trainer_opened("t0", ("slot0", "slot1"))
+    training.trainer_opened("t1", ("slot0",))
+    training.trainers_complete()
+    assert training.failure is not None
+    assert training.failure.message == (
+        'pipeline.allocation = "static", 4 slots in sum: the trainers do not have as many slots '
+        "(t0 has 2, t1 has 1)"
+    )
+
+
+def test_nobody_is_bound_to_what_may_be_another_ones_place() -> None:
+    """Bound to a place of another policy, a policy with a place would keep it for the whole run."""
+    policies = {name: PolicyRules() for name in ("a", "b")}
+    training = Training(TrainingRules(policies=policies, static=True))
+
+    def bound() -> dict[str, str]:
+        effects = training.due(version=None, now=0.0)
+        return {e.policy: e.trainer for e in effects if isinstance(e, Bind)}
+
+    training.trainer_opened("t0", ("slot0",))
+    assert bound() == {}, "t0 has a place for one of them, and t1 may be here soon"
+    training.trainer_opened("t1", ("slot0",))
+    training.trainers_complete()
+    assert bound() == {"a": "t0", "b": "t1"}
+
+
 def test_a_policy_lies_on_one_trainer_where_one_has_the_slots() -> None:
     (bind,) = opened_with(2, ("slot0", "slot1"))
     assert isinstance(bind, Bind)

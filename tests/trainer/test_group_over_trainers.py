@@ -188,6 +188,7 @@ async def test_slots_are_lent_once_and_to_nobody_of_another_build(
         first_rank=1,
         world_size=2,
         frame_format=FRAME_FORMAT,
+        rendezvous_host="127.0.0.1",
     )
 
     async def answer(first: pb.LendSlotsRequest) -> Any:
@@ -209,6 +210,8 @@ async def test_slots_are_lent_once_and_to_nobody_of_another_build(
         await answer(asked(frame_format="another"))
     with fails(ErrorReason.INVALID_ARGUMENT, match="no part of a group"):
         await answer(asked(first_rank=2))
+    with fails(ErrorReason.INVALID_ARGUMENT, match=r"10\.0\.0\.1:0 cannot meet at 127\.0\.0\.1"):
+        await answer(asked(rendezvous_host="10.0.0.1"))
     with fails(ErrorReason.INVALID_ARGUMENT, match="which slots"):
         await answer(pb.LendSlotsRequest(beat=pb.Beat()))
     with fails(ErrorReason.STATE_TRANSITION_REFUSED, match="another trainer leads it"):

@@ -105,7 +105,7 @@ def allocate(
             leaves.extend(GiveWay(victim.policy, reason) for victim in victims)
     if not unserved:
         _widen(given, everyone, rooms)
-        leaves.extend(_widenings(rooms.values(), everyone))
+        leaves.extend(_widenings([*rooms.values()], everyone))
     binds = [_bind(demand, places) for demand, places in given]
     return Allocation((*binds, *leaves), min(look_again, default=None))
 
@@ -224,19 +224,25 @@ def _widen(
         places[0] = Place(place.trainer, place.slots + more.slots)
 
 
-def _widenings(rooms: Iterable[Room], everyone: Sequence[Demand]) -> list[GiveWay]:
+def _widenings(rooms: Sequence[Room], everyone: Sequence[Demand]) -> list[GiveWay]:
     """Policies that leave so that a bound one gets more slots; one is helped per trainer."""
     leaves: list[GiveWay] = []
     for room in rooms:
         for holder in sorted(room.holders, key=lambda d: (-d.remaining_s, d.policy)):
-            if holder.work and not holder.beyond:
-                leaves.extend(found := _widening(holder, room, everyone))
-                if found:
-                    break
+            if not holder.work or holder.beyond:
+                continue
+            leaving, reason = _widening(holder, room, everyone)
+            if leaving:
+                for each in rooms:  # one that leaves here leaves the other trainers, too
+                    each.vacate(leaving)
+                leaves.extend(GiveWay(one.policy, reason) for one in leaving)
+                break
     return leaves
 
 
-def _widening(holder: Demand, room: Room, everyone: Sequence[Demand]) -> list[GiveWay]:
+def _widening(
+    holder: Demand, room: Room, everyone: Sequence[Demand]
+) -> tuple[Sequence[Demand], str]:
     """Who leaves for a bound policy to get free slots, and those of policies without work."""
     held = len(holder.slots)
     wanted, there = _share(holder, everyone, room), held + room.num_free
@@ -247,11 +253,11 @@ def _widening(holder: Demand, room: Room, everyone: Sequence[Demand]) -> list[Gi
             there += room.count_of(other)
     wider = min(wanted, there)
     if wider <= held:
-        return []
+        return (), ""
     saved_s = holder.remaining_s * (1 / speed(held) - 1 / speed(wider))
     # Who has work to come pays for its way back.
     swaps_s = holder.swap_s + sum(other.swap_s for other in idle if other.expects)
     if saved_s <= WIDEN_RATIO * swaps_s:
-        return []
+        return (), ""
     reason = f"{wider} slots instead of {held} save {holder.policy} {saved_s:.3g} s"
-    return [GiveWay(leaving.policy, reason) for leaving in (holder, *idle)]
+    return (holder, *idle), reason

@@ -35,7 +35,7 @@ def foresee(
 
 
 def _trainer_of(demand: Demand, trainers: Mapping[str, Sequence[str]]) -> str | None:
-    if demand.spans:
+    if demand.spans or len(demand.places) > 1:
         return None
     if demand.places:
         place = demand.places[0]

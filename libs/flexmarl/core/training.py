@@ -155,18 +155,24 @@ class Training:
         """No further trainer will come: who needs more slots than there are would wait for ever."""
         sizes = {name: len(slots) for name, slots in sorted(self._trainers.items())}
         self._largest = max(sizes.values())
-        for policy in self.policies.values():
-            needed = policy.rules.world_size
+        asked = [
+            (
+                f"policies.{name}.trainer.world_size = {policy.rules.world_size}",
+                policy.rules.world_size,
+            )
+            for name, policy in self.policies.items()
+        ]
+        if self._rules.static:
+            self._places.find(self._trainers)
+            in_sum = sum(policy.rules.world_size for policy in self.trained)
+            asked.append((f'pipeline.allocation = "static", {in_sum} slots in sum', in_sum))
+        for what, needed in asked:
             if needed > sum(sizes.values()):
                 had = ", ".join(f"{name} has {size}" for name, size in sizes.items())
                 self.failure = RunFailure(
                     reason="INVALID_ARGUMENT",
-                    message=f"policies.{policy.name}.trainer.world_size = {needed}: the trainers "
-                    f"do not have as many slots ({had})",
-                    metadata={"policy": policy.name},
+                    message=f"{what}: the trainers do not have as many slots ({had})",
                 )
-        if self._rules.static:
-            self._places.find(self._trainers)
 
     def trainer_lost(self, trainer: str) -> None:
         """A trainer's slots are gone, and every binding with a rank there."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.process_groups import check_meeting_place, check_part
-from flexmarl.core.trainer_slots import Claim
+from flexmarl.core.trainer_slots import PolicyKey
 from flexmarl.runtime.aio import Background
 from flexmarl.trainer.borrowing import Borrowed
 from flexmarl.trainer.config import TrainerConfig
@@ -27,30 +27,41 @@ class Lenders:
         self._background = background
         self._clients: dict[str, TrainerClient] = {}
 
-    def check(self, beyond: Sequence[trainer_pb2.TrainerSlots], *, world_size: int) -> None:
-        """Checks that ranks of these trainers could make a group with this one's.
+    def borrow(
+        self,
+        key: PolicyKey,
+        beyond: Sequence[trainer_pb2.TrainerSlots],
+        *,
+        term: int,
+        num_near: int,
+    ) -> list[Borrowed]:
+        """Returns what a binding is to have of other trainers; nothing is asked for yet.
+
+        Args:
+            key: The policy.
+            beyond: Which slots.
+            term: Term of the binding.
+            num_near: Ranks on this trainer, the first ones.
 
         Raises:
-            DomainError: INVALID_ARGUMENT.
+            DomainError: INVALID_ARGUMENT when ranks there could not make a group with those here.
         """
-        check_part(first_rank=0, num_slots=1, world_size=world_size)
-        peers = [others.address for others in beyond]
-        check_meeting_place(self._config.rendezvous_host, peers=peers)
-
-    def borrow(self, claim: Claim, beyond: Sequence[trainer_pb2.TrainerSlots]) -> list[Borrowed]:
-        """Returns what a binding is to have of other trainers; nothing is asked for yet."""
+        first_rank = num_near
+        world_size = num_near + sum(len(others.slots) for others in beyond)
+        check_part(first_rank=0, num_slots=num_near, world_size=world_size)
+        host = self._config.rendezvous_host
+        check_meeting_place(host, peers=[others.address for others in beyond])
         borrowed: list[Borrowed] = []
-        first_rank = len(claim.slots)
-        world_size = first_rank + sum(len(others.slots) for others in beyond)
         for others in beyond:
             borrow = trainer_pb2.Borrow(
-                run_id=claim.key.run_id,
-                policy=claim.key.policy,
-                term=claim.term,
+                run_id=key.run_id,
+                policy=key.policy,
+                term=term,
                 slots=others.slots,
                 first_rank=first_rank,
                 world_size=world_size,
                 frame_format=FRAME_FORMAT,
+                rendezvous_host=host,
             )
             first_rank += len(others.slots)
             made = Borrowed(

@@ -18,11 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import check_part, numbers_of_members
 from flexmarl.core.trainer_slots import Claim
+from flexmarl.runtime.aio import Background
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.talk import FRAME_FORMAT, Outbox, heard
 from flexmarl.trainer.workers import Worker
@@ -48,6 +51,7 @@ class LoanParts:
         silence_s: Longest silence of the leader.
         cold_start: Replace the workers at the end.
         spans: Timeline.
+        background: Owns the listener, and the work of ranks.
         on_lost: Gives the claim back.
     """
 
@@ -63,6 +67,7 @@ class LoanParts:
     silence_s: float
     cold_start: bool
     spans: SpanRecorder
+    background: Background
     on_lost: Callable[[Claim], None]
 
 
@@ -99,7 +104,9 @@ class Loan:
         Raises:
             DomainError: What ended it, but for the leader giving the slots back.
         """
-        listening = asyncio.create_task(self._listen(requests), name=f"loan of {self.claim.key}")
+        listening = self._parts.background.start(
+            f"loan of {self.claim.key}", self._listen(requests)
+        )
         try:
             async for response in self._outbox.messages():
                 await say(response)
@@ -146,9 +153,9 @@ class Loan:
                 index = self._index(request.command.index)
                 if index in self._at_work:
                     raise _misused(f"rank {index} has a command already")
-                command = self._localised(rank_pb2.RankCommand.FromString(request.command.frame))
-                self._at_work[index] = asyncio.create_task(
-                    self._work(index, command), name=f"{self.claim.key} on lent slot {index}"
+                command = self._localised(_parsed(request.command.frame))
+                self._at_work[index] = self._parts.background.start(
+                    f"{self.claim.key} on lent slot {index}", self._work(index, command)
                 )
             case "end_worker":
                 self._parts.workers[self._index(request.end_worker)].kill()
@@ -231,6 +238,13 @@ async def first_word(
             )
             return first.borrow
     raise _misused("the first message says which slots")
+
+
+def _parsed(frame: bytes) -> rank_pb2.RankCommand:
+    try:
+        return rank_pb2.RankCommand.FromString(frame)
+    except DecodeError as error:
+        raise _misused("a frame is no command to a rank") from error
 
 
 def _misused(what: str) -> DomainError:

@@ -10,6 +10,7 @@ from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.api.trainer.v1alpha1 import trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import check_meeting_place
 from flexmarl.core.seeds import derive
 from flexmarl.core.trainer_slots import Claim, PolicyKey, SlotTable
 from flexmarl.runtime.aio import Background
@@ -56,6 +57,7 @@ class Trainer:
         self.incarnation = uuid.uuid4().hex
         self.totals = Totals()
         self._config = config
+        self._background = background
         self._spans = spans
         self._runs: dict[str, OpenRun] = {}
         self._run_locks: dict[str, asyncio.Lock] = {}
@@ -125,22 +127,22 @@ class Trainer:
         """Binds a policy; an older binding of it ends unsaved.
 
         Raises:
-            DomainError: See `Lenders.check`, `SlotTable.claim`, `Binding.borrow`, `Binding.bind`.
+            DomainError: See `Lenders.borrow`, `SlotTable.claim`, `Binding.borrow`, `Binding.bind`.
         """
         run = self._run(run_id)
         world_size = len(slots) + sum(len(others.slots) for others in beyond)
         run.check_policy(policy, world_size=world_size)
-        self._lenders.check(beyond, world_size=world_size)
-        claim = self._claim(PolicyKey(run_id, policy), term=term, slots=slots)
-        borrowed = self._lenders.borrow(claim, beyond)
-        binding = self._bindings[claim.key] = Binding(self._parts(run, claim, borrowed))
+        key = PolicyKey(run_id, policy)
+        borrowed = self._lenders.borrow(key, beyond, term=term, num_near=len(slots))
+        claim = self._claim(key, term=term, slots=slots)
+        binding = self._bindings[key] = Binding(self._parts(run, claim, borrowed))
         workers = [self._pool.workers[slot] for slot in claim.slots]
         try:
             for worker in workers:
                 await worker.wait_ready(timeout_s=self._config.warm_timeout_s)
             if borrowed:
                 await binding.borrow()
-                meeting = await self._pool.meet_others(f"{claim.key}/{term}")
+                meeting = await self._pool.meet_others(f"{key}/{term}")
             else:
                 meeting = await self._pool.meet(workers)
         except BaseException:
@@ -160,10 +162,12 @@ class Trainer:
             say: Says something to it.
 
         Raises:
-            DomainError: See `SlotTable.claim` and `Loan.serve`; INVALID_ARGUMENT for a first word
-                that asks for nothing, or a trainer of another build.
+            DomainError: See `first_word`, `check_meeting_place`, `SlotTable.claim` and
+                `Loan.serve`.
         """
-        borrow = await first_word(requests, silence_s=self._config.peer_silence_s)
+        config = self._config
+        borrow = await first_word(requests, silence_s=config.peer_silence_s)
+        check_meeting_place(config.rendezvous_host, peers=[f"{borrow.rendezvous_host}:0"])
         run = self._run(borrow.run_id)
         run.check_policy(borrow.policy, world_size=borrow.world_size)
         claim = self._claim(
@@ -300,6 +304,7 @@ class Trainer:
             silence_s=config.peer_silence_s,
             cold_start=config.cold_start,
             spans=self._spans,
+            background=self._background,
             on_lost=self._lost,
         )
 

@@ -135,6 +135,8 @@ class BoundStates:
                 memory=bound.state.flat,
             )
         except DomainError as error:
+            if bound.far.has_far_ranks:
+                raise  # one may wait for what was not read: the service ends such a group
             failure = error
         agree(failure, group=bound.resident.group, device=self._device)
         bound.has_moments = True

@@ -55,6 +55,7 @@ class FarParts:
         self._door = self._rank % num_near
         self._wards = tuple(range(self._rank + num_near, group.size(), num_near))
         self._is_far = self._rank >= num_near
+        self.has_far_ranks = group.size() > num_near
         if self._is_far:
             self._wards = ()
 

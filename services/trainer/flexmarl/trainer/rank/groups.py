@@ -101,14 +101,20 @@ class Groups:
         """Returns a group, making it if need be: then it waits for all members."""
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = make_group(
-                name=key.prefix or f"alone/{self._position}",
-                members=key.members,
-                position=self._position,
-                store=self._rendezvous(key, host=host, port=port),
-                device=self._device,
-                timeout_s=self._timeout_s,
-            )
+            try:
+                group = make_group(
+                    name=key.prefix or f"alone/{self._position}",
+                    members=key.members,
+                    position=self._position,
+                    store=self._rendezvous(key, host=host, port=port),
+                    device=self._device,
+                    timeout_s=self._timeout_s,
+                )
+            except Exception:
+                # Another trainer's rendezvous may have been started anew at its old address.
+                self._stores.pop((host, port), None)
+                raise
+            self._groups[key] = group
         return group
 
     def without(self, kept: Collection[str]) -> list[GroupKey]:

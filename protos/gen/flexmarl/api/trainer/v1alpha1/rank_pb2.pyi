@@ -270,8 +270,8 @@ class RankBind(_message.Message):
     package_path: _builtins.str
     """Folder of the run's workflow package; empty when the policy needs none of its code."""
     num_near: _builtins.int
-    """Ranks 0 to here have the segments on their node; the others exchange their parts with them over
-    the group. Equal to the number of members where the group lies on one trainer.
+    """How many ranks have the segments on their node, the first ones; the others exchange their parts
+    with them over the group. The number of members where the group lies on one trainer.
     """
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

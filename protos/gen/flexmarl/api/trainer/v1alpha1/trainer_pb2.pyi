@@ -1210,6 +1210,7 @@ class Borrow(_message.Message):
     FIRST_RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     FRAME_FORMAT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_HOST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run; it is open at the lending trainer."""
     policy: _builtins.str
@@ -1222,6 +1223,8 @@ class Borrow(_message.Message):
     """Number of ranks of the group."""
     frame_format: _builtins.str
     """Hash of what commands and replies look like (rank.proto); another one is refused."""
+    rendezvous_host: _builtins.str
+    """Where the group meets: an address of the leading trainer's node; set by that trainer."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Slots, in order of rank."""
@@ -1236,10 +1239,11 @@ class Borrow(_message.Message):
         first_rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         frame_format: _builtins.str = ...,
+        rendezvous_host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "frame_format", b"frame_format", "policy", b"policy", "run_id", b"run_id", "slots", b"slots", "term", b"term", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "frame_format", b"frame_format", "policy", b"policy", "rendezvous_host", b"rendezvous_host", "run_id", b"run_id", "slots", b"slots", "term", b"term", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
