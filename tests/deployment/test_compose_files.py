@@ -107,6 +107,18 @@ def test_addresses_name_services_that_are_there(chosen):
     assert named <= there
 
 
+def test_ranks_of_both_trainers_find_each_other():
+    trainers = {
+        name: service["environment"]
+        for name, service in services_of(ROOT / "deploy/compose/trainers.yml").items()
+        if name.startswith("trainer")
+    }
+    assert len(trainers) == 2
+    for name, environment in trainers.items():
+        assert environment["FLEXMARL_TRAINER__RENDEZVOUS_HOST"] == name
+        assert environment["FLEXMARL_TRAINER__INTERFACE"] != "lo"
+
+
 @pytest.mark.skipif(
     compose_command() is None, reason="neither docker compose nor docker-compose is here"
 )
