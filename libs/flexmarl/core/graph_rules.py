@@ -13,11 +13,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.core.ids import SampleId, VertexId, check_name
+from flexmarl.core.ids import SampleId, VertexId
 from flexmarl.core.states import GROUP, SAMPLE, VERTEX, GroupStatus, SampleStatus, VertexStatus
-
-check_cached_name = lru_cache(maxsize=4096)(check_name)
-"""`check_name` for the few names that every row repeats."""
 
 
 class WriteOutcome(StrEnum):
@@ -30,16 +27,6 @@ class WriteOutcome(StrEnum):
 
 
 @lru_cache(maxsize=65536)
-def parse_sample_id(sample_id: str) -> SampleId:
-    """Reads a sample id, remembering the recent ones: every vertex of a sample repeats it.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    return SampleId.parse(sample_id)
-
-
-@lru_cache(maxsize=65536)
 def _check_path(path: str) -> None:
     # The sample does not matter to the path's syntax.
     VertexId(_ANY_SAMPLE, path)
@@ -49,18 +36,22 @@ _ANY_SAMPLE = SampleId.parse("b000000a0-g0000-s000a0")
 
 
 @lru_cache(maxsize=65536)
+def _stated_by(sample_id: str) -> tuple[str, int, int, int]:
+    parsed = SampleId.parse(sample_id)
+    group = parsed.group
+    return str(group), group.batch.batch, group.batch.attempt, parsed.attempt
+
+
 def check_sample_ids(
     *, sample_id: str, group_id: str, batch: int, batch_attempt: int, sample_attempt: int
 ) -> None:
-    """Checks that the bare ids of a row say what its sample id says; remembers the right ones.
+    """Checks that the bare ids of a row say what its sample id says.
 
     Raises:
         ValueError: They do not.
     """
-    parsed = parse_sample_id(sample_id)
-    group = parsed.group
-    stated = (group_id, batch, batch_attempt, sample_attempt)
-    if stated != (str(group), group.batch.batch, group.batch.attempt, parsed.attempt):
+    # What the recent ids say is remembered: every vertex of a sample repeats its id.
+    if (group_id, batch, batch_attempt, sample_attempt) != _stated_by(sample_id):
         raise ValueError(f"sample id {sample_id!r} does not agree with the row's other ids")
 
 

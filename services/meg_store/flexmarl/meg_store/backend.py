@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -49,6 +49,11 @@ class Batch:
         """Set, or delete with None."""
         self.writes[table][key] = value
         self.size_bytes += len(key) + (len(value) if value is not None else 0)
+
+    def put_many(self, table: Table, values: Mapping[bytes, bytes]) -> None:
+        """Set many at once."""
+        self.writes[table].update(values)
+        self.size_bytes += sum(map(len, values)) + sum(map(len, values.values()))
 
 
 class Backend(Protocol):

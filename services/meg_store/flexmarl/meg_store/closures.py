@@ -16,9 +16,10 @@ from flexmarl.core.ids import check_name
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.database import Draft
-from flexmarl.meg_store.graph_writes import closed_key, closed_policies, group_event
+from flexmarl.meg_store.graph_writes import group_event
 from flexmarl.meg_store.rows import Rows
 from flexmarl.meg_store.runs import Runs
+from flexmarl.meg_store.write_scope import closed_key, closed_policies
 
 _NOT_VOID = common_pb2.VOID_REASON_UNSPECIFIED
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
@@ -78,21 +78,22 @@ def check_values(
 
 
 def check_ready(
-    meta: graph_pb2.VertexMeta, values: Iterable[str], declared: Mapping[str, int]
+    meta: graph_pb2.VertexMeta, values: Collection[str], declared: Mapping[str, int]
 ) -> None:
     """Checks the names of ready columns; declared ones with a value are added to them.
 
     Raises:
         ValueError: A name is not a column, or is a declared one without a value.
     """
-    given = set(values)
-    if not given and _all_built_in(tuple(meta.ready_columns)):
+    ready = meta.ready_columns
+    if not values and (not ready or _all_built_in(tuple(ready))):
         return
-    for name in meta.ready_columns:
+    given = set(values)
+    for name in ready:
         if name not in BUILT_IN and name not in given:
             what = "has no value" if name in declared else "is not declared"
             raise ValueError(f"vertex {meta.vertex_id!r}: ready column {name!r} {what}")
-    meta.ready_columns.extend(sorted(given - set(meta.ready_columns)))
+    ready.extend(sorted(given - set(ready)))
 
 
 @lru_cache(maxsize=256)

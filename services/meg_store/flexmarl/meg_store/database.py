@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -77,6 +77,8 @@ class Draft:
     def get_many(self, table: Table, names: Sequence[bytes]) -> list[bytes | None]:
         """Values as they will be once everything queued is applied, in order."""
         own = self.batch.writes[table]
+        if not own:
+            return self._database.staged_many(table, names)
         asked = [name for name in names if name not in own]
         found = dict(zip(asked, self._database.staged_many(table, asked), strict=True))
         return [own[name] if name in own else found[name] for name in names]
@@ -84,6 +86,10 @@ class Draft:
     def put(self, table: Table, key: bytes, value: bytes) -> None:
         """Set a value."""
         self.batch.put(table, key, value)
+
+    def put_many(self, table: Table, values: Mapping[bytes, bytes]) -> None:
+        """Set many values."""
+        self.batch.put_many(table, values)
 
     def delete(self, table: Table, key: bytes) -> None:
         """Delete a key."""
@@ -120,7 +126,7 @@ class Database:
         self.events = EventLogs(backend, max_events=config.max_events)
         self._config = config
         self._check_room = check_room
-        self._pending: list[dict[bytes, tuple[bytes | None, Batch]]] = [{} for _ in TABLES]
+        self._pending: list[dict[bytes, Batch]] = [{} for _ in TABLES]  # the last batch with a key
         self._sequences: dict[str, int] = {}
         self._turns = asyncio.Lock()
         self.queued_bytes = 0
@@ -145,16 +151,21 @@ class Database:
 
     def staged(self, table: Table, key: bytes) -> bytes | None:
         """Value as it will be once everything queued is applied."""
-        pending = self._pending[table].get(key)
-        return self.backend.get(table, key) if pending is None else pending[0]
+        batch = self._pending[table].get(key)
+        return self.backend.get(table, key) if batch is None else batch.writes[table][key]
 
     def staged_many(self, table: Table, names: Sequence[bytes]) -> list[bytes | None]:
         """Values as they will be once everything queued is applied, in order."""
         pending = self._pending[table]
-        applied = iter(
-            self.backend.get_many(table, [name for name in names if name not in pending])
-        )
-        return [pending[name][0] if name in pending else next(applied) for name in names]
+        asked = [name for name in names if name not in pending]
+        found = self.backend.get_many(table, asked)
+        if len(asked) == len(names):
+            return found
+        applied = iter(found)
+        return [
+            pending[name].writes[table][name] if name in pending else next(applied)
+            for name in names
+        ]
 
     async def compact(self, ranges: Iterable[tuple[Table, bytes | None, bytes | None]]) -> None:
         """Give the space of deleted ranges back, off the event loop."""
@@ -208,9 +219,7 @@ class Database:
         for change in draft.at_commit:
             change()
         for table in TABLES:
-            pending = self._pending[table]
-            for key, value in batch.writes[table].items():
-                pending[key] = (value, batch)
+            self._pending[table].update(dict.fromkeys(batch.writes[table], batch))
         size_bytes = batch.size_bytes
         self.queued_bytes += size_bytes
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -243,6 +252,7 @@ class Database:
         payload: bytes,
         build: Callable[[Draft], Message],
         *,
+        prepare: Iterable[None] = (),
         sync: bool = False,
         essential: bool = False,
     ) -> bytes:
@@ -253,6 +263,8 @@ class Database:
             request_id: Id of the logical call.
             payload: The request as it came.
             build: Decides and fills the draft; raises to refuse. It must not await.
+            prepare: Steps of a large call's preparation, with small calls in between; what they
+                leave undone, and a small call's own, is done by `build`.
             sync: See `commit`.
             essential: See `begin`.
 
@@ -268,7 +280,7 @@ class Database:
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
         if len(payload) >= LARGE_BYTES:
-            await self._turn()
+            await self._turn(prepare)
         if self.hold.is_held:
             await self.hold.passed(len(payload))
         draft = self.begin(essential=essential)
@@ -285,13 +297,15 @@ class Database:
         await self.commit(draft, sync=sync)
         return response
 
-    async def _turn(self) -> None:
-        """Lets small calls in between large ones, which would else be decided in one go.
+    async def _turn(self, prepare: Iterable[None]) -> None:
+        """Lets small calls in between large ones, and between the steps of one.
 
         Waits for the large calls before it, each of which only waits for these rounds itself.
         """
         async with self._turns:
             for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
+            for _ in prepare:
                 await asyncio.sleep(0)
 
     def _remember(self, draft: Draft, run_id: str, request_id: str, answer: bytes) -> None:
@@ -318,7 +332,7 @@ class Database:
         for table in TABLES:
             pending = self._pending[table]
             for key in batch.writes[table]:
-                if pending[key][1] is batch:
+                if pending[key] is batch:
                     del pending[key]
 
 

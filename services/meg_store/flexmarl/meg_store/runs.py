@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -84,6 +84,11 @@ class Runs:
                 {"run": run_id},
             )
         return entry
+
+    def declared(self, run_id: str) -> Mapping[str, int]:
+        """Types of the columns that a run declares; an unknown one declares none."""
+        entry = self._entries.get(run_id)
+        return {} if entry is None else entry.columns
 
     def describe(self, run_id: str) -> graph_pb2.Run:
         """The run without its configuration."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -26,9 +27,13 @@ from flexmarl.meg_store.database import Draft
 from flexmarl.meg_store.paging import MAX_PAGE
 from flexmarl.meg_store.segment_fetch import read_pieces
 from flexmarl.meg_store.shard import Shard
+from flexmarl.meg_store.written_graph import WRITTEN_GRAPH, malformed
 
 SERVICE = "flexmarl.api.meg_store.v1alpha1.MegStoreService"
 _MAX_LIST_MANIFESTS = 1000
+
+_READS_AS: Mapping[str, type[Message]] = MappingProxyType({"WriteGraph": WRITTEN_GRAPH})
+"""Methods whose requests are read by another class than the contract's, of the same wire form."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
@@ -111,7 +116,14 @@ class Servicer:
 
     async def WriteGraph(self, call: Call, _: Context) -> bytes:
         """See the contract."""
-        return await self._mutate(call, self.shard.graph.write)
+        write = self.shard.graph.begin(call.message)
+        return await self.shard.database.mutate(
+            call.message.run_id,
+            call.message.request_id,
+            call.payload,
+            write.decide,
+            prepare=write.in_slices(),
+        )
 
     async def CloseGroups(self, call: Call, _: Context) -> bytes:
         """See the contract."""
@@ -393,7 +405,9 @@ def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
     handlers = {
         method.name: make[method.client_streaming, method.server_streaming](
             _checked(getattr(servicer, method.name), streams=method.server_streaming),
-            request_deserializer=_reader(GetMessageClass(method.input_type)),
+            request_deserializer=_reader(
+                _READS_AS.get(method.name) or GetMessageClass(method.input_type)
+            ),
             response_serializer=_write,
         )
         for method in service.methods
@@ -424,9 +438,7 @@ def _checked(handler: Any, *, streams: bool) -> Any:  # noqa: ANN401 - handlers 
 
 def _refuse_malformed(call: Any) -> None:  # noqa: ANN401 - a Call, or a stream of them
     if isinstance(call, Call) and call.message is None:
-        raise DomainError(
-            ErrorReason.INVALID_ARGUMENT, "the request is not a valid message: is all text UTF-8?"
-        )
+        raise malformed()
 
 
 def _reader(message: type[M]) -> Callable[[bytes], Call]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.client.enums import VERTEX_STATUS
 from flexmarl.core import graph_rules
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.core.ids import GroupId
+from flexmarl.core.ids import GroupId, SampleId, check_name
 from flexmarl.meg_store.columns import check_ready, check_values
 
 MAX_META_BYTES = 64 << 10
@@ -34,26 +35,21 @@ def check_meta(meta: graph_pb2.VertexMeta) -> None:
         DomainError: INVALID_ARGUMENT.
         ValueError: An id or a name is malformed.
     """
+    vertex_id, sample_id = meta.vertex_id, meta.sample_id
     graph_rules.check_sample_ids(
-        sample_id=meta.sample_id,
+        sample_id=sample_id,
         group_id=meta.group_id,
         batch=meta.batch,
         batch_attempt=meta.batch_attempt,
         sample_attempt=meta.sample_attempt,
     )
-    vertex_id = meta.vertex_id
-    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=meta.sample_id, path=meta.path)
-    graph_rules.check_cached_name(meta.agent, what="agent")
-    if meta.policy:
-        graph_rules.check_cached_name(meta.policy, what="policy")
-    elif meta.kind == common_pb2.VERTEX_KIND_AGENT:
-        raise ValueError(f"vertex {vertex_id!r}: an agent's vertex names its policy")
-    if meta.kind == common_pb2.VERTEX_KIND_UNSPECIFIED:
-        raise ValueError(f"vertex {vertex_id!r}: kind is missing")
+    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=sample_id, path=meta.path)
+    if flaw := _flaw_of_role(meta.agent, meta.policy, meta.kind):
+        raise ValueError(f"vertex {vertex_id!r}: {flaw}")
     if meta.status not in _ENDED:
         graph_rules.check_ended(vertex_id, VERTEX_STATUS.to_core(meta.status))
     trained = meta.micro_batch_id or meta.merged_into
-    if meta.HasField("reward") or meta.HasField("advantage") or trained:
+    if trained or meta.HasField("reward") or meta.HasField("advantage"):
         raise ValueError(f"vertex {vertex_id!r}: reward, advantage and mark come after its end")
     if meta.void_reason != common_pb2.VOID_REASON_UNSPECIFIED:
         raise ValueError(f"vertex {vertex_id!r}: rows are voided by CloseGroups or VoidRows")
@@ -64,11 +60,27 @@ def check_meta(meta: graph_pb2.VertexMeta) -> None:
         raise ValueError(f"vertex {vertex_id!r}: version_runs do not add up to its tokens")
 
 
-def check_payload(vertex: graph_pb2.Vertex, columns: Mapping[str, int]) -> list[str]:
+@lru_cache(maxsize=4096)
+def _flaw_of_role(agent: str, policy: str, kind: int) -> str:
+    """What is wrong with what every row of an agent repeats; empty: nothing."""
+    check_name(agent, what="agent")
+    if policy:
+        check_name(policy, what="policy")
+    elif kind == common_pb2.VERTEX_KIND_AGENT:
+        return "an agent's vertex names its policy"
+    return "kind is missing" if kind == common_pb2.VERTEX_KIND_UNSPECIFIED else ""
+
+
+def check_payload(
+    meta: graph_pb2.VertexMeta,
+    payload: graph_pb2.VertexPayload | None,
+    columns: Mapping[str, int],
+) -> Sequence[str]:
     """Checks the data columns of a vertex, and what it says of their readiness.
 
     Args:
-        vertex: With or without payload.
+        meta: Meta columns of the vertex; ready columns are added.
+        payload: Its data columns, if there are any.
         columns: Types of the run's declared columns.
 
     Returns:
@@ -78,18 +90,19 @@ def check_payload(vertex: graph_pb2.Vertex, columns: Mapping[str, int]) -> list[
         DomainError: MESSAGE_TOO_LARGE for a column.
         ValueError: Lengths disagree, or a column is unknown or of another type.
     """
-    payload, meta = vertex.payload, vertex.meta
+    if payload is None:
+        check_ready(meta, (), columns)
+        return ()
     num_tokens = len(payload.response_tokens)
     num_logprobs = len(payload.logprobs)
-    if vertex.HasField("payload") and (
-        num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens)
-    ):
+    if num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens):
         raise ValueError(
             f"vertex {meta.vertex_id!r}: {num_tokens} response tokens and {num_logprobs} "
             f"log-probabilities for num_response_tokens = {meta.num_response_tokens}"
         )
-    check_ready(meta, payload.columns, columns)
-    return check_values(meta.vertex_id, payload.columns, columns) if payload.columns else []
+    values = payload.columns
+    check_ready(meta, values, columns)
+    return check_values(meta.vertex_id, values, columns) if values else ()
 
 
 def check_sample(sample: graph_pb2.Sample) -> None:
@@ -106,7 +119,7 @@ def check_sample(sample: graph_pb2.Sample) -> None:
         batch_attempt=sample.batch_attempt,
         sample_attempt=sample.sample_attempt,
     )
-    if graph_rules.parse_sample_id(sample.sample_id).ordinal != sample.ordinal:
+    if SampleId.parse(sample.sample_id).ordinal != sample.ordinal:
         raise ValueError(f"sample {sample.sample_id!r}: its ordinal is another")
     if sample.HasField("rewards"):
         _check_rewards(sample.sample_id, sample.rewards)

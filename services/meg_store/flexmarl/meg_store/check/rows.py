@@ -157,10 +157,8 @@ class RowCheck:
         if value is None:
             self._report.add("row", where, "has no payload")
             return
-        vertex = graph_pb2.Vertex(meta=meta)
-        if value:
-            vertex.payload.ParseFromString(value)
-        objects = vertex_checks.check_payload(vertex, self._columns)
+        payload = graph_pb2.VertexPayload.FromString(value) if value else None
+        objects = vertex_checks.check_payload(meta, payload, self._columns)
         self.facts.objects.update(objects)
         for name in objects:
             found = self._backend.get(Table.META, keys.join("object", name))
