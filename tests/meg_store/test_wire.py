@@ -30,9 +30,20 @@ def test_field_numbers_are_the_contracts(message: type[Message], name, number):
 def test_rows_are_concatenated():
     vertices = [a_vertex(call, tokens=tokens) for call, tokens in enumerate((0, 1, 200, 20_000))]
     data = wire.vertices_response(
-        wire.vertex(v.meta.SerializeToString(), v.payload.SerializeToString()) for v in vertices
+        (v.meta.SerializeToString(), v.payload.SerializeToString()) for v in vertices
     )
     assert list(pb.GetVerticesResponse.FromString(data).vertices) == vertices
+    first = vertices[0]
+    one = wire.vertex(first.meta.SerializeToString(), first.payload.SerializeToString())
+    assert graph.Vertex.FromString(one) == first
+
+
+def test_rows_without_payload_have_none():
+    vertices = [a_vertex(call) for call in range(3)]
+    data = wire.vertices_response((v.meta.SerializeToString(), None) for v in vertices)
+    read = pb.GetVerticesResponse.FromString(data).vertices
+    assert [v.meta for v in read] == [v.meta for v in vertices]
+    assert not any(v.HasField("payload") for v in read)
 
 
 @pytest.mark.parametrize("cursor", [0, 1, 127, 128, 1 << 40])

@@ -7,6 +7,7 @@ edges in graph_queries.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -43,24 +44,20 @@ class Queries:
             DomainError: RUN_NOT_FOUND, VERTEX_NOT_FOUND, MESSAGE_TOO_LARGE.
         """
         run_id = self._runs.require(request.run_id).run_id
-        refs = list(request.rows)
+        refs = request.rows
+        here = ("", self._shard)
         for ref in refs:
-            if ref.shard not in ("", self._shard):
+            if ref.shard not in here:
                 raise vertex_not_found(ref, self._shard)
         names = [keys.row(run_id, ref.agent, ref.vertex_id) for ref in refs]
         backend = self._database.backend
         metas = backend.get_many(Table.ROWS, names)
-        for ref, meta in zip(refs, metas, strict=True):
-            if meta is None:
-                raise vertex_not_found(ref, self._shard)
+        if None in metas:
+            raise vertex_not_found(refs[metas.index(None)], self._shard)
         full = request.view == pb.VERTEX_VIEW_FULL
         payloads = backend.get_many(Table.PAYLOADS, names) if full else [None] * len(names)
-        parts = [
-            wire.vertex(meta, payload)
-            for meta, payload in zip(metas, payloads, strict=True)
-            if meta is not None
-        ]
-        response = wire.vertices_response(parts)
+        rows = cast("list[bytes]", metas)  # none is missing
+        response = wire.vertices_response(zip(rows, payloads, strict=True))
         if len(response) > MAX_MESSAGE_BYTES:
             raise DomainError(
                 ErrorReason.MESSAGE_TOO_LARGE,

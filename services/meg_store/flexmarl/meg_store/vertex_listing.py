@@ -62,32 +62,32 @@ class VertexListing:
         if request.order in (pb.VERTEX_ORDER_UNSPECIFIED, pb.VERTEX_ORDER_ID) and (
             not request.descending
         ):
-            parts, position = await self._in_table_order(request, tests, after)
+            rows, position = await self._in_table_order(request, tests, after)
         else:
-            parts, position = await self._sorted(request, tests, after)
-        response = wire.vertices_response(parts)
+            rows, position = await self._sorted(request, tests, after)
+        response = wire.vertices_response(rows)
         return response + wire.field(2, token.write(position)) if position else response
 
     async def _in_table_order(
         self, request: pb.ListVerticesRequest, tests: list[Test], after: bytes
-    ) -> tuple[list[bytes], bytes]:
+    ) -> tuple[list[wire.Row], bytes]:
         limit = page_size(request.page_size)
-        parts: list[bytes] = []
+        rows: list[wire.Row] = []
         size_bytes = scanned = 0
         async for key, value in self._candidates(request, after):
             scanned += 1
-            if scanned > _MAX_SCANNED or len(parts) >= limit or size_bytes >= PAGE_BYTES:
-                return parts, after
+            if scanned > _MAX_SCANNED or len(rows) >= limit or size_bytes >= PAGE_BYTES:
+                return rows, after
             after = key
             if tests and not _fits(graph_pb2.VertexMeta.FromString(value), tests):
                 continue
-            parts.append(self._vertex(request, key, value))
-            size_bytes += len(parts[-1])
-        return parts, b""
+            rows.append(self._row(request, key, value))
+            size_bytes += _size(rows[-1])
+        return rows, b""
 
     async def _sorted(
         self, request: pb.ListVerticesRequest, tests: list[Test], after: bytes
-    ) -> tuple[list[bytes], bytes]:
+    ) -> tuple[list[wire.Row], bytes]:
         limit = page_size(request.page_size)
         last = (_RANK.unpack_from(after)[0], after[_RANK.size :]) if after else None
         best: list[_Ranked] = []
@@ -101,17 +101,17 @@ class VertexListing:
             if len(best) > 4 * limit:
                 best = sorted(best, reverse=request.descending)[: limit + 1]
         best = sorted(best, reverse=request.descending)[: limit + 1]
-        parts: list[bytes] = []
+        rows: list[wire.Row] = []
         size_bytes = 0
         for place in best[:limit]:
-            parts.append(self._vertex(request, place.key, place.meta))
-            size_bytes += len(parts[-1])
+            rows.append(self._row(request, place.key, place.meta))
+            size_bytes += _size(rows[-1])
             if size_bytes >= PAGE_BYTES:
                 break
-        if len(parts) == len(best):
-            return parts, b""
-        delivered = best[len(parts) - 1]
-        return parts, _RANK.pack(delivered.rank) + delivered.key
+        if len(rows) == len(best):
+            return rows, b""
+        delivered = best[len(rows) - 1]
+        return rows, _RANK.pack(delivered.rank) + delivered.key
 
     async def _candidates(
         self, request: pb.ListVerticesRequest, after: bytes
@@ -129,11 +129,16 @@ class VertexListing:
             async for pair in patient(self._database.backend.scan(Table.ROWS, start, end)):
                 yield pair
 
-    def _vertex(self, request: pb.ListVerticesRequest, key: bytes, meta: bytes) -> bytes:
+    def _row(self, request: pb.ListVerticesRequest, key: bytes, meta: bytes) -> wire.Row:
         payload = None
         if request.view == pb.VERTEX_VIEW_FULL:
             payload = self._database.get(Table.PAYLOADS, key)
-        return wire.vertex(meta, payload)
+        return meta, payload
+
+
+def _size(row: wire.Row) -> int:
+    meta, payload = row
+    return len(meta) + len(payload or b"")
 
 
 def _stems(chosen: pb.VertexFilter) -> list[str]:

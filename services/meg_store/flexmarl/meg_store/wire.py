@@ -7,14 +7,18 @@ behind its field tag and length. Field numbers are those of the contracts; a tes
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 _LENGTH_DELIMITED = 2
 
 
+Row = tuple[bytes, bytes | None]
+"""A stored row: its meta columns, and its data columns unless they are not asked for."""
+
+
+@lru_cache(maxsize=16384)
 def varint(number: int) -> bytes:
-    """Protobuf's base-128 number."""
-    if number < 0x80:
-        return bytes((number,))
+    """Protobuf's base-128 number; lengths repeat, so they are remembered."""
     parts = bytearray()
     while number >= 0x80:
         parts.append(number & 0x7F | 0x80)
@@ -33,9 +37,21 @@ def vertex(meta: bytes, payload: bytes | None) -> bytes:
     return field(1, meta) if payload is None else field(1, meta) + field(2, payload)
 
 
-def vertices_response(vertices: Iterable[bytes]) -> bytes:
+def vertices_response(rows: Iterable[Row]) -> bytes:
     """`GetVerticesResponse`, or the rows of a `ListVerticesResponse`."""
-    return b"".join(field(1, data) for data in vertices)
+    parts: list[bytes] = []
+    for meta, payload in rows:  # one copy of each row: all parts are joined at the end
+        size = varint(len(meta))
+        length = 1 + len(size) + len(meta)
+        if payload is None:
+            parts += (b"\x0a", varint(length), b"\x0a", size, meta)
+        else:
+            payload_size = varint(len(payload))
+            length += 1 + len(payload_size) + len(payload)
+            parts += (
+                b"\x0a", varint(length), b"\x0a", size, meta, b"\x12", payload_size, payload
+            )  # fmt: skip
+    return b"".join(parts)
 
 
 def claimable_response(rows: Iterable[bytes], *, more: bool) -> bytes:
