@@ -139,9 +139,9 @@ def is_claimable(meta: graph_pb2.VertexMeta, required: Sequence[str]) -> bool:
         required: Declared columns that it must have.
     """
     return (
-        meta.HasField("advantage")
+        not meta.micro_batch_id
         and not meta.void_reason
-        and not meta.micro_batch_id
+        and meta.HasField("advantage")
         and is_complete(meta, required)
     )
 

@@ -80,16 +80,16 @@ class MicroBatches:
         rows.prefetch(request.rows, owners=True)
         for ref in request.rows:
             meta = rows.load(ref)
-            owner = meta.micro_batch_id or rows.owner(meta.vertex_id)
-            graph_rules.check_owner(meta.vertex_id, owner=owner, micro_batch_id=micro_batch_id)
-            if meta.micro_batch_id:
+            vertex_id, owner = meta.vertex_id, meta.micro_batch_id
+            if owner:
+                graph_rules.check_owner(vertex_id, owner=owner, micro_batch_id=micro_batch_id)
                 continue
             # A row that became void after the record was written is marked all the same.
             graph_rules.check_claim(
-                meta.vertex_id,
+                vertex_id,
                 released=meta.HasField("advantage") and rows.is_complete(meta),
                 is_void=False,
-                owner=owner,
+                owner=rows.owner(vertex_id),
                 micro_batch_id=micro_batch_id,
             )
             meta.micro_batch_id = micro_batch_id

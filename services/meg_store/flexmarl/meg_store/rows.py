@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from flexmarl.api.common.v1alpha1 import common_pb2
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2
@@ -20,6 +21,11 @@ from flexmarl.meg_store.database import Draft
 from flexmarl.meg_store.runs import RunEntry
 
 
+class _Loaded(NamedTuple):
+    key: bytes
+    claimable: bool
+
+
 class Rows:
     """Rows of a run that one draft reads and changes; keeps the list of claimable rows true."""
 
@@ -29,7 +35,8 @@ class Rows:
         self._required = entry.required
         self._claims = claims
         self._shard = shard
-        self._claimable: dict[str, bool] = {}
+        self._owner_prefix = keys.prefix("owner", entry.run_id)
+        self._loaded: dict[str, _Loaded] = {}
         self._followed = False
         # As this draft has them: what was read, then what was written.
         self._rows: dict[bytes, bytes | None] = {}
@@ -52,7 +59,8 @@ class Rows:
 
     def is_here(self, ref: common_pb2.VertexRef) -> bool:
         """Whether a reference names this shard."""
-        return ref.shard in ("", self._shard)
+        shard = ref.shard
+        return not shard or shard == self._shard
 
     def is_complete(self, meta: graph_pb2.VertexMeta) -> bool:
         """Whether a row has the declared columns that it must have."""
@@ -65,25 +73,25 @@ class Rows:
             DomainError: VERTEX_NOT_FOUND.
         """
         value = None
+        key = self.key(ref)
         if self.is_here(ref):
-            key = self.key(ref)
             value = self._rows[key] if key in self._rows else self._draft.get(Table.ROWS, key)
         if value is None:
             raise vertex_not_found(ref, self._shard)
         meta = graph_pb2.VertexMeta.FromString(value)
-        self._claimable[meta.vertex_id] = is_claimable(meta, self._required)
+        self._loaded[meta.vertex_id] = _Loaded(key, is_claimable(meta, self._required))
         return meta
 
     def store(self, meta: graph_pb2.VertexMeta) -> None:
         """Write back the meta columns of a loaded row."""
         vertex_id = meta.vertex_id
-        key = keys.row(self._run_id, meta.agent, vertex_id)
+        key, was = self._loaded[vertex_id]
         value = self._rows[key] = encode_meta(meta)
         self._draft.put(Table.ROWS, key, value)
-        was, now = self._claimable[vertex_id], is_claimable(meta, self._required)
+        now = is_claimable(meta, self._required)
         if was == now:
             return
-        self._claimable[vertex_id] = now
+        self._loaded[vertex_id] = _Loaded(key, now)
         claim = claim_key(self._run_id, meta.policy, vertex_id)
         if now:
             self._draft.put(Table.MARKS, claim, claim_value(meta, shard=self._shard))
@@ -107,7 +115,7 @@ class Rows:
         self._draft.put(Table.MARKS, self._owner_key(vertex_id), value)
 
     def _owner_key(self, vertex_id: str) -> bytes:
-        return keys.join("owner", self._run_id, vertex_id)
+        return self._owner_prefix + vertex_id.encode()
 
     def key(self, ref: common_pb2.VertexRef) -> bytes:
         """Key of a row."""

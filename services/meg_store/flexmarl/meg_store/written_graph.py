@@ -8,7 +8,7 @@ class is built from the contract's own descriptors, so that no field can differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor
@@ -182,7 +182,7 @@ def _request_class() -> type[Message]:
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(file.SerializeToString())
     found = pool.FindMessageTypeByName(f"{_PACKAGE}.{request.name}")
-    return cast("type[Message]", message_factory.GetMessageClass(found))
+    return message_factory.GetMessageClass(found)
 
 
 def _copied(
