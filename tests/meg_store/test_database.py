@@ -169,6 +169,35 @@ async def test_a_small_call_goes_between_large_ones():
     assert decided == ["small", "a", "b", "c"]
 
 
+async def test_a_small_call_goes_between_the_steps_of_a_large_one():
+    seen: list[str] = []
+
+    def noted(name: str):
+        def build(draft):
+            seen.append(name)
+            return pb.CommitResponse()
+
+        return build
+
+    started = asyncio.Event()
+
+    def steps():
+        started.set()
+        for number in range(4):
+            seen.append(f"step {number}")
+            yield
+
+    async def small(database):
+        await started.wait()
+        await database.mutate("r", "small", b"", noted("small"))
+
+    async with gated() as (database, backend, _):
+        backend.gate.set()
+        large = database.mutate("r", "l", bytes(LARGE_BYTES), noted("large"), prepare=steps())
+        await asyncio.gather(large, small(database))
+    assert seen.index("small") < seen.index("step 3") < seen.index("large")
+
+
 async def test_refused_call_leaves_no_trace():
     async with gated() as (database, backend, _):
         backend.gate.set()

@@ -21,7 +21,10 @@ from flexmarl.api.common.v1alpha1 import common_pb2 as common
 from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError
+from flexmarl.client.request import new_request_id
+from flexmarl.meg_store import wire
 
+WRITE_GRAPH = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/WriteGraph"
 ACCEPTED, UNCHANGED, DUPLICATE = (
     pb.WRITE_OUTCOME_ACCEPTED,
     pb.WRITE_OUTCOME_UNCHANGED,
@@ -210,10 +213,69 @@ async def test_malformed_vertex_is_refused(store, term, meta):
 async def test_text_that_is_not_utf8_is_refused_not_an_internal_error(opened):
     client = opened[0]
     payload = b"\x0a\x02\xed\xa0"  # request_id: half of a surrogate
-    raw = client._channel.unary_unary(
-        "/flexmarl.api.meg_store.v1alpha1.MegStoreService/WriteGraph", lambda data: data
-    )
+    raw = client._channel.unary_unary(WRITE_GRAPH, lambda data: data)
     assert await refusal(raw(payload)) == "INVALID_ARGUMENT"
+
+
+async def write_raw(store, meta: bytes, payload: bytes) -> list[int]:
+    """Write a vertex of these bytes."""
+    vertex = wire.vertex(meta, payload)
+    request = pb.WriteGraphRequest(request_id=new_request_id(), run_id=RUN)
+    number = pb.WriteGraphRequest.DESCRIPTOR.fields_by_name["vertices"].number
+    call = store._channel.unary_unary(WRITE_GRAPH)
+    answered = await call(request.SerializeToString() + wire.field(number, vertex))
+    return list(pb.WriteGraphResponse.FromString(answered).vertex_outcomes)
+
+
+async def test_same_content_in_other_bytes_is_unchanged(opened):
+    """Payloads are kept as they came: equal ones need not be the same bytes."""
+    store = opened[0]
+    await store.create_run(a_run())
+    await store.write_graph(RUN, term=0, groups=[a_group()])
+    vertex = a_vertex(tokens=3)
+    meta, payload = vertex.meta.SerializeToString(), vertex.payload
+    halves = [graph.VertexPayload(), graph.VertexPayload()]
+    halves[0].logprobs.extend(payload.logprobs)  # of the later field
+    halves[1].CopyFrom(payload)
+    halves[1].ClearField("logprobs")
+    swapped = b"".join(half.SerializeToString() for half in halves)
+    assert swapped != payload.SerializeToString()
+    assert await write_raw(store, meta, swapped) == [ACCEPTED]
+    assert await outcomes(store, 0, vertex) == [UNCHANGED]
+    assert list(await store.get_vertices(RUN, [ref(vertex)])) == [vertex]
+    vertex.payload.temperature += 1
+    assert await outcomes(store, 0, vertex) == [DUPLICATE]
+
+
+async def test_payload_that_is_none_is_refused_not_an_internal_error(opened):
+    store = opened[0]
+    await store.create_run(a_run())
+    await store.write_graph(RUN, term=0, groups=[a_group()])
+    vertex = a_vertex()
+    torn = vertex.payload.SerializeToString()[:-1]
+    written = write_raw(store, vertex.meta.SerializeToString(), torn)
+    assert await refusal(written) == "INVALID_ARGUMENT"
+    # Without a payload nothing is said of its tokens; an empty one says that there are none.
+    bare = graph.Vertex(meta=vertex.meta)
+    assert await outcomes(store, 0, bare) == [ACCEPTED]
+    empty = graph.Vertex(meta=a_vertex(1).meta, payload=graph.VertexPayload())
+    assert await refusal(outcomes(store, 0, empty)) == "INVALID_ARGUMENT"
+
+
+async def test_large_call_is_checked_in_slices_and_refused_like_a_small_one(store, term):
+    await store.write_graph(RUN, term=term, groups=[a_group()])
+    rows = [a_vertex(call, tokens=2000) for call in range(40)]  # of several slices
+    rows[30].meta.policy = ""
+    with pytest.raises(FlexMarlError, match=r"0:30.*names its policy") as caught:
+        await outcomes(store, term, *rows)
+    assert caught.value.reason.value == "INVALID_ARGUMENT"
+    assert [v async for v in store.list_vertices(RUN)] == []
+    rows[30].meta.policy = rows[0].meta.policy
+    assert await outcomes(store, term, *rows) == [ACCEPTED] * 40
+    found = await store.get_vertices(RUN, [ref(row) for row in rows])
+    assert list(found) == rows
+    late = await refusal(outcomes(store, term - 1, *rows[:30], a_vertex(0, kind=0)))
+    assert late == "TERM_STALE"  # before what its rows look like
 
 
 async def test_oversized_row_is_refused(store, term):
