@@ -52,6 +52,11 @@ class TestIds:
         with pytest.raises(ValueError, match="sample"):
             rules.check_sample_ids(**{**ids, **wrong})
 
+    def test_ordinal_is_the_ids(self):
+        rules.check_sample_ordinal(sample_id=SAMPLE, ordinal=3)
+        with pytest.raises(ValueError, match="its ordinal is another"):
+            rules.check_sample_ordinal(sample_id=SAMPLE, ordinal=4)
+
     @pytest.mark.parametrize("path", ["", "0", "../0:0", "0:\ud800", "0:a/b"])
     def test_malformed_path_is_refused(self, path):
         with pytest.raises(ValueError, match="path"):
@@ -187,6 +192,9 @@ class TestEdges:
 
     def test_no_new_upstream_needs_no_order(self):
         rules.check_edges({"s/0:1": ["s/0:0"], "s/0:2": []}, is_stored=lambda _: True)
+
+    def test_upstream_may_come_after_its_downstream(self):
+        rules.check_edges({"s/0:2": ["s/0:1"], "s/0:1": ()}, is_stored=lambda _: False)
 
     @pytest.mark.parametrize(
         "new",

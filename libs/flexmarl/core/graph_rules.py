@@ -36,10 +36,12 @@ _ANY_SAMPLE = SampleId.parse("b000000a0-g0000-s000a0")
 
 
 @lru_cache(maxsize=65536)
-def _stated_by(sample_id: str) -> tuple[str, int, int, int]:
+def _stated_by(sample_id: str) -> tuple[tuple[str, int, int, int], int]:
+    """What the rows of a sample must say, and its ordinal: every vertex of it repeats its id."""
     parsed = SampleId.parse(sample_id)
     group = parsed.group
-    return str(group), group.batch.batch, group.batch.attempt, parsed.attempt
+    stated = (str(group), group.batch.batch, group.batch.attempt, parsed.attempt)
+    return stated, parsed.ordinal
 
 
 def check_sample_ids(
@@ -50,9 +52,18 @@ def check_sample_ids(
     Raises:
         ValueError: They do not.
     """
-    # What the recent ids say is remembered: every vertex of a sample repeats its id.
-    if (group_id, batch, batch_attempt, sample_attempt) != _stated_by(sample_id):
+    if (group_id, batch, batch_attempt, sample_attempt) != _stated_by(sample_id)[0]:
         raise ValueError(f"sample id {sample_id!r} does not agree with the row's other ids")
+
+
+def check_sample_ordinal(*, sample_id: str, ordinal: int) -> None:
+    """Checks that a sample's ordinal is that of its id.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if ordinal != _stated_by(sample_id)[1]:
+        raise ValueError(f"sample {sample_id!r}: its ordinal is another")
 
 
 def check_vertex_id(*, vertex_id: str, sample_id: str, path: str) -> None:
@@ -200,17 +211,19 @@ def check_edges(new: Mapping[str, Sequence[str]], *, is_stored: Callable[[str], 
     Raises:
         DomainError: INVALID_ARGUMENT for an edge from nowhere, from another sample, or a cycle.
     """
-    inner = False
+    seen: set[str] = set()
+    in_order = True
     for vertex_id, upstreams in new.items():
-        sample_id = vertex_id.partition("/")[0]
+        sample_id = vertex_id.partition("/")[0] if upstreams else ""
         for upstream in upstreams:
             if upstream.partition("/")[0] != sample_id:
                 raise _invalid(f"edge {upstream!r} -> {vertex_id!r} leaves the sample")
             if upstream in new:
-                inner = True
+                in_order = in_order and upstream in seen
             elif not is_stored(upstream):
                 raise _invalid(f"edge {upstream!r} -> {vertex_id!r} comes from no stored vertex")
-    if inner:
+        seen.add(vertex_id)
+    if not in_order:  # where every upstream comes first there is no cycle
         topological_order(new)
 
 

@@ -11,7 +11,7 @@ from flexmarl.api.meg_store.v1alpha1 import graph_pb2
 from flexmarl.client.enums import VERTEX_STATUS
 from flexmarl.core import graph_rules
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.core.ids import GroupId, SampleId, check_name
+from flexmarl.core.ids import GroupId, check_name
 from flexmarl.meg_store.columns import check_ready, check_values
 
 MAX_META_BYTES = 64 << 10
@@ -119,8 +119,7 @@ def check_sample(sample: graph_pb2.Sample) -> None:
         batch_attempt=sample.batch_attempt,
         sample_attempt=sample.sample_attempt,
     )
-    if SampleId.parse(sample.sample_id).ordinal != sample.ordinal:
-        raise ValueError(f"sample {sample.sample_id!r}: its ordinal is another")
+    graph_rules.check_sample_ordinal(sample_id=sample.sample_id, ordinal=sample.ordinal)
     if sample.HasField("rewards"):
         _check_rewards(sample.sample_id, sample.rewards)
 
