@@ -272,8 +272,11 @@ async def test_large_call_is_checked_in_slices_and_refused_like_a_small_one(stor
     assert [v async for v in store.list_vertices(RUN)] == []
     rows[30].meta.policy = rows[0].meta.policy
     assert await outcomes(store, term, *rows) == [ACCEPTED] * 40
-    found = await store.get_vertices(RUN, [ref(row) for row in rows])
-    assert list(found) == rows
+    asked = [*rows, *reversed(rows)] * 4  # of several slices, too
+    found = await store.get_vertices(RUN, [ref(row) for row in asked])
+    assert list(found) == asked
+    unknown = store.get_vertices(RUN, [*(ref(row) for row in asked), ref(a_vertex(99))])
+    assert await refusal(unknown) == "VERTEX_NOT_FOUND"
     late = await refusal(outcomes(store, term - 1, *rows[:30], a_vertex(0, kind=0)))
     assert late == "TERM_STALE"  # before what its rows look like
 

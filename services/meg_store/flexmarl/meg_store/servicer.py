@@ -143,7 +143,7 @@ class Servicer:
 
     async def GetVertices(self, call: Call, _: Context) -> bytes:
         """See the contract."""
-        return self.shard.queries.get_vertices(call.message)
+        return await self.shard.queries.get_vertices(call.message)
 
     async def ListVertices(self, call: Call, _: Context) -> bytes:
         """See the contract."""
