@@ -12,8 +12,10 @@ import pytest
 from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Batch, Table
-from flexmarl.meg_store.database import LARGE_BYTES, Database, DatabaseConfig
+from flexmarl.meg_store.database import Database, DatabaseConfig
+from flexmarl.meg_store.large_calls import LARGE_BYTES
 from flexmarl.meg_store.memory_backend import MemoryBackend
+from flexmarl.meg_store.writer import GROUP_BYTES
 
 
 class GatedBackend(MemoryBackend):
@@ -196,6 +198,55 @@ async def test_a_small_call_goes_between_the_steps_of_a_large_one():
         large = database.mutate("r", "l", bytes(LARGE_BYTES), noted("large"), prepare=steps())
         await asyncio.gather(large, small(database))
     assert seen.index("small") < seen.index("step 3") < seen.index("large")
+
+
+async def many_rounds() -> None:
+    """As many rounds of the loop as everything needs that waits for nothing else."""
+    for _ in range(300):
+        await asyncio.sleep(0)
+
+
+async def test_a_small_write_finds_few_large_ones_before_it():
+    decided: list[int] = []
+
+    def noted(number: int):
+        def build(draft):
+            decided.append(number)
+            return pb.CommitResponse()
+
+        return build
+
+    async with gated() as (database, backend, _):
+        half = GROUP_BYTES // 2
+        calls = [
+            asyncio.ensure_future(database.mutate("r", f"{n}", bytes(half), noted(n)))
+            for n in range(10)
+        ]
+        await many_rounds()
+        assert decided == [0, 1, 2, 3]  # two groups of the writer
+        calls[5].cancel()  # one that waits may go
+        backend.gate.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert decided == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+
+
+async def test_large_calls_that_wait_are_bounded():
+    async with gated(max_queued_bytes=LARGE_BYTES) as (database, backend, _):
+        first = asyncio.ensure_future(
+            database.mutate("r", "first", bytes(2 * GROUP_BYTES), answer(1))
+        )
+        await many_rounds()
+        waiting = [
+            asyncio.ensure_future(database.mutate("r", f"{n}", bytes(LARGE_BYTES), answer(n)))
+            for n in range(2)
+        ]
+        await many_rounds()
+        with pytest.raises(DomainError) as caught:
+            await database.mutate("r", "more", bytes(LARGE_BYTES), answer(9))
+        assert caught.value.reason is ErrorReason.QUEUE_FULL
+        backend.gate.set()
+        await asyncio.gather(first, *waiting)
+        await database.mutate("r", "more", bytes(LARGE_BYTES), answer(9))
 
 
 async def test_refused_call_leaves_no_trace():

@@ -2,11 +2,10 @@
 
 All decisions run on the event loop. A `Draft` reads its own writes, then writes that are queued but
 not applied yet, then the backend; building a draft never awaits, so decisions are serialised by the
-loop itself. Large calls take turns, so that a small one need not wait for all of them. `commit`
-queues the draft for the writer thread and returns once it is acknowledged. Readers outside of
-drafts see the backend: what is acknowledged, and what the writer is flushing at that moment. The
-log is flushed in order, so whatever is decided on the latter is never durable before it; a flush
-that fails ends the process.
+loop itself. Large calls take turns (large_calls.py). `commit` queues the draft for the writer
+thread and returns once it is acknowledged. Readers outside of drafts see the backend: what is
+acknowledged, and what the writer is flushing at that moment. The log is flushed in order, so
+whatever is decided on the latter is never durable before it; a flush that fails ends the process.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import TABLES, Backend, Batch, Table
 from flexmarl.meg_store.event_log import EventLogs
+from flexmarl.meg_store.large_calls import LARGE_BYTES, LargeCalls
 from flexmarl.meg_store.write_hold import WriteHold
 from flexmarl.meg_store.writer import Job, Writer
-
-LARGE_BYTES = 64 << 10
-"""From here on a mutation takes its turn: deciding over it holds the loop for milliseconds."""
-
-_ROUNDS = 4
-"""Rounds of the loop that a call needs from its arrival to its decision, and some."""
 
 _HASH_BYTES = 16
 _MAX_REQUEST_ID = 128
@@ -128,7 +122,7 @@ class Database:
         self._check_room = check_room
         self._pending: list[dict[bytes, Batch]] = [{} for _ in TABLES]  # the last batch with a key
         self._sequences: dict[str, int] = {}
-        self._turns = asyncio.Lock()
+        self._large = LargeCalls(max_waiting_bytes=config.max_queued_bytes)
         self.queued_bytes = 0
         self.hold = WriteHold(max_waiting_bytes=config.max_queued_bytes)
         self.writer = Writer(backend, loop=asyncio.get_running_loop(), on_fatal=on_fatal)
@@ -272,15 +266,28 @@ class Database:
             The serialised response, the same for a repeated call.
 
         Raises:
-            DomainError: REQUEST_ID_REUSED, INVALID_ARGUMENT, or what `build` raises.
+            DomainError: REQUEST_ID_REUSED, INVALID_ARGUMENT, QUEUE_FULL, DISK_FULL, or what
+                `build` raises.
         """
         if not request_id or len(request_id) > _MAX_REQUEST_ID or "\0" in request_id:
             raise DomainError(
                 ErrorReason.INVALID_ARGUMENT,
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
-        if len(payload) >= LARGE_BYTES:
-            await self._turn(prepare)
+        if len(payload) < LARGE_BYTES:
+            return await self._decide(run_id, request_id, payload, build, sync, essential)
+        async with self._large.turn(len(payload), prepare):
+            return await self._decide(run_id, request_id, payload, build, sync, essential)
+
+    async def _decide(
+        self,
+        run_id: str,
+        request_id: str,
+        payload: bytes,
+        build: Callable[[Draft], Message],
+        sync: bool,
+        essential: bool,
+    ) -> bytes:
         if self.hold.is_held:
             await self.hold.passed(len(payload))
         draft = self.begin(essential=essential)
@@ -296,17 +303,6 @@ class Database:
         self._remember(draft, run_id, request_id, digest + response)
         await self.commit(draft, sync=sync)
         return response
-
-    async def _turn(self, prepare: Iterable[None]) -> None:
-        """Lets small calls in between large ones, and between the steps of one.
-
-        Waits for the large calls before it, each of which only waits for these rounds itself.
-        """
-        async with self._turns:
-            for _ in range(_ROUNDS):
-                await asyncio.sleep(0)
-            for _ in prepare:
-                await asyncio.sleep(0)
 
     def _remember(self, draft: Draft, run_id: str, request_id: str, answer: bytes) -> None:
         number = self._next_sequence(run_id)
