@@ -1,7 +1,8 @@
 """The trainer's own time: store and trainer as processes, the quickstart's model, real rows.
 
 The plain loop is the same model, rows and threads in one process: forward, backward, AdamW, with no
-store, no service, no ranks. It is run in turns with the trainer, so both see the same machine.
+store, no service, no ranks. It, and TRL where that is installed, take turns with the trainer: all
+see the same machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +58,8 @@ MODEL = Path(__file__).parents[1] / "examples/quickstart/model"
 
 
 def run(report: Report) -> None:
-    """Measures operations at 256 rows, the rate against a plain loop, and swaps."""
-    measured, plain_s = asyncio.run(_measure())
+    """Measures operations at 256 rows, the rate against a plain loop and TRL, and swaps."""
+    measured = asyncio.run(_measure())
     for name, bound in (("bind", "<= 15"), ("gradients", "<= 45"), ("apply", "<= 25")):
         value = statistics.median(measured[name]) * 1000
         report.figure(f"trainer.{name}_p50_ms", value, "ms", bound=bound)
@@ -65,7 +67,7 @@ def run(report: Report) -> None:
     update_s = statistics.median(
         [sum(parts) for parts in zip(measured["gradients"], measured["apply"], strict=True)]
     )
-    plain = statistics.median(plain_s)
+    plain = statistics.median(measured["plain"])
     report.figure(
         "trainer.small_tokens_per_s",
         tokens / update_s,
@@ -73,43 +75,46 @@ def run(report: Report) -> None:
         against=f"plain loop in one process, {tokens / plain:,.0f}/s",
         ratio=plain / update_s,
     )
-    _against_trl(report, update_s)
+    if measured["trl"]:
+        theirs = statistics.median(measured["trl"])
+        report.figure(
+            "trainer.tokens_vs_trl",
+            theirs / update_s,
+            "ratio",
+            against=f"{tokens / theirs:,.0f} tokens/s; ours {tokens / update_s:,.0f}",
+            ratio=theirs / update_s,
+            bound=">= 2.0",
+        )
+    else:
+        report.note("trainer.tokens_vs_trl: TRL is not installed (pip install trl datasets)")
     trainer_swaps.run(report)
 
 
-def _against_trl(report: Report, update_s: float) -> None:
-    if not trainer_trl.is_installed():
-        report.note("trainer.tokens_vs_trl: TRL is not installed (pip install trl datasets)")
-        return
-    rng = random.Random(0)
-    prompts = ["".join(rng.choice("0123") for _ in range(PROMPT)) for _ in range(ROWS)]
-    theirs_s = trainer_trl.step_seconds(str(MODEL), rows=ROWS, prompts=prompts, response=RESPONSE)
-    tokens = ROWS * (PROMPT + RESPONSE)
-    report.figure(
-        "trainer.tokens_vs_trl",
-        theirs_s / update_s,
-        "ratio",
-        against=f"{tokens / theirs_s:,.0f} tokens/s; ours {tokens / update_s:,.0f}",
-        ratio=theirs_s / update_s,
-        bound=">= 2.0",
-    )
-
-
-async def _measure() -> tuple[dict[str, list[float]], list[float]]:
+async def _measure() -> dict[str, list[float]]:
+    """Seconds by operation, of the plain loop, and of TRL if it is there, taken in turns."""
     step = _plain_loop()
-    measured: dict[str, list[float]] = {"bind": [], "gradients": [], "apply": []}
-    plain: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
+    measured: dict[str, list[float]] = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="flexmarl-bench-"))
+        theirs = None
+        if trainer_trl.is_installed():
+            theirs = stack.enter_context(
+                trainer_trl.peer(
+                    model=str(MODEL), steps=VERSIONS, rows=ROWS, prompt=PROMPT, response=RESPONSE
+                )
+            )
         async with services(Path(scratch)) as (store, trainer):
             team = Team(store, trainer)
             await team.open()
             for batch in range(VERSIONS):
                 times = await team.version(batch)
-                plain.append(_timed(step))
+                times["plain"] = _timed(step)
+                if theirs is not None:
+                    times["trl"] = await asyncio.to_thread(theirs.step)
                 if batch >= 2:  # the first ones warm up
                     for name, value in times.items():
                         measured[name].append(value)
-    return measured, plain[2:]
+    return measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,22 @@
 TRL is no dependency of this project. Where it is installed (`pip install trl datasets`), its
 trainer makes steps of as many rows as ours, on one thread, without a divergence, its rewards drawn;
 what its generation takes is measured inside and taken off. What is left is scoring, loss, backward,
-clip and AdamW in one process.
+clip and AdamW in one process. It is a process of its own that makes a step when it is told to, so
+that its steps and ours come in turns on the same machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
-import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
-STEPS = 10
 GENERATIONS = 8
 
 
@@ -25,15 +27,44 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) for name in ("trl", "datasets", "accelerate"))
 
 
-def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) -> float:
-    """Returns the median of a step less its generation.
+@contextlib.contextmanager
+def peer(*, model: str, steps: int, rows: int, prompt: int, response: int) -> Iterator[Peer]:
+    """Starts TRL; it makes as many steps as were said, each when it is asked for.
 
     Args:
         model: Folder of the model and its tokenizer.
+        steps: Steps.
         rows: Completions per step.
-        prompts: Prompts; each is completed eight times.
+        prompt: Letters per prompt; each prompt is completed eight times.
         response: Tokens per completion.
     """
+    arguments = [model, *(str(number) for number in (steps, rows, prompt, response))]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.trainer_trl", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield Peer(process)
+        finally:
+            process.kill()
+
+
+class Peer:
+    """The process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        self._asked, self._told = process.stdin, process.stdout
+
+    def step(self) -> float:
+        """Has it make a step; returns the seconds of it, less its generation."""
+        self._asked.write("step\n")
+        self._asked.flush()
+        return float(self._told.readline())
+
+
+def train(model: str, *, steps: int, rows: int, prompt: int, response: int, out: TextIO) -> None:
+    """What the process does: a step per line that comes in, its seconds to `out`."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports] - optional
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -41,19 +72,20 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
 
     torch.set_num_threads(1)
     rng = random.Random(0)
-    seconds: list[float] = []
     clock = _Clock()
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            sys.stdin.readline()
             clock.restart()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds.append(clock.rest())
+            print(clock.rest(), file=out, flush=True)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = AutoConfig.from_pretrained(model)
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    prompts = ["".join(rng.choice("0123") for _ in range(prompt)) for _ in range(rows)]
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_config(config),  # type: ignore[no-untyped-call]
@@ -67,7 +99,7 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
                 num_generations=GENERATIONS,
                 max_completion_length=response,
                 learning_rate=3e-3,
-                max_steps=STEPS,
+                max_steps=steps,
                 beta=0.0,
                 use_cpu=True,
                 bf16=False,
@@ -80,7 +112,6 @@ def step_seconds(model: str, *, rows: int, prompts: list[str], response: int) ->
         )
         trainer._generate = clock.aside(trainer._generate)
         trainer.train()
-    return statistics.median(seconds[2:])  # the first ones warm up
 
 
 class _Clock:
@@ -106,3 +137,15 @@ class _Clock:
                 self._aside += time.perf_counter() - started
 
         return timed
+
+
+if __name__ == "__main__":
+    folder, *numbers = sys.argv[1:]
+    told = sys.stdout
+    # The libraries print, too.
+    with contextlib.redirect_stdout(sys.stderr):
+        train(
+            folder,
+            **dict(zip(("steps", "rows", "prompt", "response"), map(int, numbers), strict=True)),
+            out=told,
+        )

@@ -36,7 +36,9 @@ async def test_two_versions_of_a_policy(cluster: Cluster, run: Run) -> None:
             assert not result.non_finite
             assert result.metrics["ratio"] == pytest.approx(1.0)
         ids = [first.micro_batch_id, second.micro_batch_id]
-        state = (await run.apply("p", batch, ids)).state
+        applied = await run.apply("p", batch, ids)
+        assert applied.metrics["weights_unchanged"] == 0.0
+        state = applied.state
         assert (state.version, state.num_updates, state.applied) == (batch + 1, batch + 1, True)
         assert list(state.ledger) == ids
         assert state.counts.num_rows == 11
@@ -48,6 +50,20 @@ async def test_two_versions_of_a_policy(cluster: Cluster, run: Run) -> None:
     status = await cluster.trainer.get_status()
     assert all(slot.policy == "" for slot in status.slots)
     assert status.ready
+
+
+async def test_an_update_that_moves_no_weight_says_so(cluster: Cluster, tiny_model: Path) -> None:
+    """Case F2: a step was made, and what is published is what was."""
+    run = await cluster.make_run({"p": {"optimizer": {"lr": 1e-30}}}, {"p": tiny_model})
+    await run.first_commit("p")
+    record = await run.micro_batch("p", make_rows(4), batch=0)
+    await run.bind("p", ["slot0"])
+    await run.compute(record)
+    applied = await run.apply("p", 0, [record.micro_batch_id])
+    assert applied.metrics["weights_unchanged"] == 1.0
+    assert applied.metrics["grad_norm"] > 0
+    assert (applied.state.num_updates, applied.state.weights_hash) == (1, run.weights_hash("p"))
+    await run.suspend("p")
 
 
 async def test_two_ranks_make_the_update_of_one(cluster: Cluster, tiny_model: Path) -> None:
