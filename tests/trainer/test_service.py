@@ -54,7 +54,7 @@ async def test_two_versions_of_a_policy(cluster: Cluster, run: Run) -> None:
 
 async def test_an_update_that_moves_no_weight_says_so(cluster: Cluster, tiny_model: Path) -> None:
     """Case F2: a step was made, and what is published is what was."""
-    run = await cluster.make_run({"p": {"optimizer": {"lr": 1e-30}}}, {"p": tiny_model})
+    run = await cluster.make_run({"p": {"optimizer": {"lr": 1e-300}}}, {"p": tiny_model})
     await run.first_commit("p")
     record = await run.micro_batch("p", make_rows(4), batch=0)
     await run.bind("p", ["slot0"])
