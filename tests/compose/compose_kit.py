@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ports import own_port
+
 ROOT = Path(__file__).parents[2]
 BUILD_S = 1800
 UP_S = 300
@@ -64,7 +66,9 @@ class Containers:
         self.runs = runs
         runs.mkdir(parents=True, exist_ok=True)
         runs.chmod(0o777)  # the client's user is another one
-        self._environment = {**os.environ, "FLEXMARL_RUNS": str(runs)}
+        # Another cluster's page may have the usual port.
+        port = os.environ.get("PROMETHEUS_PORT", str(own_port()))
+        self._environment = {**os.environ, "FLEXMARL_RUNS": str(runs), "PROMETHEUS_PORT": port}
 
     def run(self, *arguments: str, timeout_s: float = 120) -> str:
         """Run one command of compose to its end."""

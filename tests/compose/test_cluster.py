@@ -1,7 +1,8 @@
 """The cluster of docker-compose.yml, for real: built, trained on, hurt everywhere, trained again.
 
 Needs a container engine and compose. `make test-compose` fails without them; elsewhere this is
-skipped. BASE and PIP_ARGS say what images are built from, as for every build.
+skipped. BASE and PIP_ARGS say what images are built from, as for every build; PROMETHEUS_IMAGE
+which Prometheus scrapes them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
         containers.down()
 
 
-async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(cluster: Containers):
+async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
+    cluster: Containers, proves: Callable[[str], None]
+):
     run_id = "hurt"
     client = cluster.train(run_id, f"versions={VERSIONS}")
     try:
@@ -75,15 +79,43 @@ async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(clu
         assert sum(rewards[-5:]) / 5 > LEARNT
     for policy in ("splitter", "sorter", "merger"):
         assert (cluster.runs / run_id / "policies" / policy / "model.safetensors").is_file()
+    reward = sum(rewards[-5:]) / len(rewards[-5:])
+    proves(
+        f"{len(SERVICES)} containers killed ({', '.join(SERVICES)}), the trainer's cut off for "
+        f"{CUT_S:.0f} s: {VERSIONS} versions, {VERSIONS * QUICKSTART.vertices} rows finished = "
+        f"consumed, none twice, team reward {rewards[0]:.2f} -> {reward:.2f}"
+    )
 
 
-async def test_another_run_starts_clean(cluster: Containers):
+async def test_another_run_starts_clean(cluster: Containers, proves: Callable[[str], None]):
     size = Size()
     sets = [part for part in size.overrides() if part != "--set"]
     client = cluster.train("clean", *sets)
     output, _ = await asyncio.to_thread(client.communicate, timeout=300)
     assert client.returncode == 0, output + cluster.logs(*SERVICES)
     await assert_whole(f"{cluster.address('meg-store')}:7001", "clean", size)
+    proves(
+        f"another run after it: {size.versions} versions, {size.vertices} rows each, all consumed"
+    )
+
+
+async def test_prometheus_reaches_every_service(cluster: Containers, proves: Callable[[str], None]):
+    if "PROMETHEUS_IMAGE" not in os.environ:
+        pytest.skip("PROMETHEUS_IMAGE names no image of Prometheus")
+    cluster.run("up", "-d", "--no-deps", "prometheus")
+    url = f"http://{cluster.address('prometheus')}:9090/api/v1/query?query=up"
+
+    def up() -> set[str]:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                found = json.load(answer)["data"]["result"]
+        except OSError:
+            return set()
+        return {series["metric"]["job"] for series in found if series["value"][1] == "1"}
+
+    jobs = {"meg_store", "rollout", "engine_host", "trainer", "orchestrator"}
+    await eventually(lambda: up() == jobs, what="every service to be scraped", timeout_s=120)
+    proves(f"Prometheus in a container reads {', '.join(sorted(jobs))}")
 
 
 async def reaches(cluster: Containers, run_id: str, version: int) -> None:

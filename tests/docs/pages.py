@@ -1,7 +1,8 @@
 """Code blocks of the documentation.
 
 A block's info string says what it is: a language, and `title="file"` for one that the reader saves
-as a file. Blocks of `bash` are run by `make prove`; `sh` is shown only.
+as a file. Blocks of `bash` are run by `make prove`; `sh`, or no word, is shown only: its commands
+and their options must exist.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs/tutorial.md"
 HOW_TO = sorted((ROOT / "docs/how_to").glob("*.md"))
-WITH_CODE = (TUTORIAL, *HOW_TO, ROOT / "docs/workflow.md", ROOT / "docs/algorithms.md")
-WITH_COMMANDS = (*WITH_CODE, ROOT / "README.md", ROOT / "docs/quickstart.md")
+WITH_CODE = (*sorted((ROOT / "docs").glob("*.md")), *HOW_TO)
+WITH_COMMANDS = (*WITH_CODE, ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 
 RUN_IN_ORDER = (
     TUTORIAL,
@@ -25,7 +26,7 @@ RUN_IN_ORDER = (
 )
 """Pages whose bash blocks a reader may run one after the other, in one folder."""
 
-_BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^ *```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(?:^|\s|`)flexmarl ([a-z][^`\n]*)")
 
 
@@ -70,7 +71,8 @@ def write_files(folder: Path) -> list[Path]:
 
 def commands(page: Path) -> list[str]:
     """What follows `flexmarl` wherever a page shows it as a command."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    shown = "\n".join(block for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL))
-    shown += "\n" + "\n".join(re.findall(r"`([^`\n]+)`", text))
-    return [match.strip() for match in _COMMAND.findall(shown)]
+    shown = [block.text for block in blocks(page) if block.language in ("bash", "sh", "")]
+    text = page.read_text(encoding="utf-8")
+    shown += re.findall(r"`([^`\n]+)`", text)
+    joined = "\n".join(shown).replace("\\\n", " ")
+    return [match.strip() for match in _COMMAND.findall(joined)]
