@@ -318,6 +318,14 @@ def test_no_service_to_serve(tmp_path, monkeypatch, capsys):
     assert "did you mean 'trainer'?" in said
 
 
+def test_a_role_that_no_service_has(tmp_path, monkeypatch, capsys):
+    code, said = run_cli(
+        "serve", "rollout", "--role", "boss", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert code == 2
+    assert said == "error: --role 'boss': rollout has the roles dispatcher and engine-host\n"
+
+
 def test_a_debugging_user_gets_the_traceback(run_files, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "flexmarl.cli.main", "train", "nowhere.toml"],

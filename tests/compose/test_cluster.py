@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
     client = cluster.train(run_id, f"versions={VERSIONS}")
     try:
         for number, victim in enumerate(SERVICES, 1):
-            await reaches(cluster, run_id, number + 1)
+            await reaches(cluster, client, run_id, number + 1)
             cluster.kill(victim)
             await eventually(
                 lambda v=victim: cluster.restarts(v) == 1 and cluster.health(v) == "healthy",
@@ -62,7 +63,7 @@ async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
                 timeout_s=180,
                 every_s=0.5,
             )
-        await reaches(cluster, run_id, len(SERVICES) + 2)
+        await reaches(cluster, client, run_id, len(SERVICES) + 2)
         with cluster.cut("trainer"):
             await asyncio.sleep(CUT_S)
         output, _ = await asyncio.to_thread(client.communicate, timeout=1500)
@@ -118,13 +119,19 @@ async def test_prometheus_reaches_every_service(cluster: Containers, proves: Cal
     proves(f"Prometheus in a container reads {', '.join(sorted(jobs))}")
 
 
-async def reaches(cluster: Containers, run_id: str, version: int) -> None:
+async def reaches(
+    cluster: Containers, client: subprocess.Popen[str], run_id: str, version: int
+) -> None:
+    def is_there_or_never_will_be() -> bool:
+        return num_reports(cluster.runs / run_id) >= version or client.poll() is not None
+
     await eventually(
-        lambda: num_reports(cluster.runs / run_id) >= version,
+        is_there_or_never_will_be,
         what=f"version {version} of {run_id}",
         timeout_s=300,
         every_s=0.5,
     )
+    assert client.poll() is None, client.communicate()[0]
 
 
 def metrics(cluster: Containers, run_id: str) -> list[str]:
