@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-SILENCE_S = 6
+SILENCE_S = 10
 SECTIONS: dict[str, Any] = {"optimizer": {"lr": 0.01}, "trainer": {"world_size": 2}}
 
 
