@@ -23,7 +23,8 @@ def held(policy: str, work: float, slot: str = "slot0", **more: Any) -> Demand:
 
 
 def decide(*demands: Demand, trainers: Any = ONE, residence: float = 0.0, now: float = 10.0):
-    return allocate(demands, trainers=trainers, min_residence_s=residence, now=now)
+    # What is bound ahead of its work has tests of its own.
+    return allocate(demands, trainers=trainers, min_residence_s=residence, now=now, ahead=False)
 
 
 def binds(result: Allocation) -> dict[str, tuple[str, tuple[str, ...]]]:

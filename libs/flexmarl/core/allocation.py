@@ -16,7 +16,8 @@ as its share of the remaining work and `max_world_size` go. A bound policy gives
   `WIDEN_RATIO` times what the swaps cost,
 
 and in every case only between two operations, so at a boundary between micro-batches. A policy with
-a place of its own (static allocation) keeps it.
+a place of its own (static allocation) keeps it. Where nobody has work, those are bound whose work
+is expected (`binding_ahead`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexmarl.core.demands import Demand, Place
+from flexmarl.core.binding_ahead import bind_ahead
+from flexmarl.core.demands import PREEMPT_RATIO, WIDEN_RATIO, Demand, Place, share_of
 from flexmarl.core.slot_rooms import Hall, Room
 from flexmarl.core.training_estimates import speed
-
-PREEMPT_RATIO = 2.0
-WIDEN_RATIO = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ def allocate(
     trainers: Mapping[str, Sequence[str]],
     min_residence_s: float,
     now: float,
+    ahead: bool = True,
 ) -> Allocation:
     """Decides over the slots.
 
@@ -73,6 +73,7 @@ def allocate(
         trainers: Slots of each trainer that can be used now.
         min_residence_s: Time that a policy keeps its slots while it has or expects work.
         now: Time of the decision, on the clock of `Demand.since`.
+        ahead: Whether policies are bound before they have work, where nobody has any.
     """
     everyone = list(demands)
     bound = [d for d in everyone if d.trainer is not None]
@@ -107,7 +108,10 @@ def allocate(
         _widen(given, everyone, rooms)
         leaves.extend(_widenings([*rooms.values()], everyone))
     binds = [_bind(demand, places) for demand, places in given]
-    return Allocation((*binds, *leaves), min(look_again, default=None))
+    actions: tuple[BindSlots | GiveWay, ...] = (*binds, *leaves)
+    if ahead and not actions and not unserved:
+        actions = _ahead(rooms.values(), everyone)
+    return Allocation(actions, min(look_again, default=None))
 
 
 def waiting_in_order(demands: Iterable[Demand]) -> list[Demand]:
@@ -130,6 +134,21 @@ def _bind(demand: Demand, places: Sequence[Place]) -> BindSlots:
         f"{demand.work:g} of ready work, {count} {where}",
         tuple(others),
     )
+
+
+def _ahead(rooms: Iterable[Room], everyone: Sequence[Demand]) -> tuple[BindSlots | GiveWay, ...]:
+    """The next step of the first trainer that is not as its coming work wants it."""
+    for room in rooms:
+        step = bind_ahead(room, everyone)
+        if step is None:
+            continue
+        policy = step.demand.policy
+        if step.leaving:
+            reason = f"{policy} has more work to come"
+            return tuple(GiveWay(one.policy, reason) for one in step.leaving)
+        (place,) = room.take(step.num_slots)
+        return (BindSlots(policy, place.trainer, place.slots, "its work is expected"),)
+    return ()
 
 
 def _take_places(demand: Demand, rooms: Mapping[str, Room]) -> bool:
@@ -202,14 +221,6 @@ def _cost(plan: _Plan) -> tuple[float, str]:
     return sum(victim.work / victim.rate for victim in plan.victims or ()), plan.room.trainer
 
 
-def _share(demand: Demand, everyone: Sequence[Demand], room: Room) -> int:
-    """Slots that a policy should hold by its part of the work that is left."""
-    most = max(demand.max_world_size, demand.world_size)
-    total_s = sum(other.remaining_s for other in everyone)
-    fair = round(room.size * demand.remaining_s / total_s) if total_s else 0
-    return min(max(fair, demand.world_size), most)
-
-
 def _widen(
     given: list[tuple[Demand, list[Place]]],
     everyone: Sequence[Demand],
@@ -220,7 +231,8 @@ def _widen(
             continue
         (place,) = places
         room = rooms[place.trainer]
-        (more,) = room.take(max(_share(demand, everyone, room) - len(place.slots), 0))
+        share = share_of(demand, everyone, num_slots=room.size)
+        (more,) = room.take(max(share - len(place.slots), 0))
         places[0] = Place(place.trainer, place.slots + more.slots)
 
 
@@ -245,7 +257,7 @@ def _widening(
 ) -> tuple[Sequence[Demand], str]:
     """Who leaves for a bound policy to get free slots, and those of policies without work."""
     held = len(holder.slots)
-    wanted, there = _share(holder, everyone, room), held + room.num_free
+    wanted, there = share_of(holder, everyone, num_slots=room.size), held + room.num_free
     idle: list[Demand] = []
     for other in room.holders:
         if there < wanted and not other.work:

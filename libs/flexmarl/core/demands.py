@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+PREEMPT_RATIO = 2.0
+"""A policy leaves for one that has so many times its work."""
+WIDEN_RATIO = 2.0
+"""More slots have to save so many times what the swaps cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +90,11 @@ class Demand:
 
 def _slots_of(places: tuple[Place, ...], trainer: str) -> list[tuple[str, ...]]:
     return [place.slots for place in places if place.trainer == trainer]
+
+
+def share_of(demand: Demand, everyone: Sequence[Demand], *, num_slots: int) -> int:
+    """Slots, of so many, that a policy should hold by its part of the work that is left."""
+    most = max(demand.max_world_size, demand.world_size)
+    total_s = sum(other.remaining_s for other in everyone)
+    fair = round(num_slots * demand.remaining_s / total_s) if total_s else 0
+    return min(max(fair, demand.world_size), most)

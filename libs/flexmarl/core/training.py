@@ -371,6 +371,7 @@ class Training:
             trainers=self._trainers,
             min_residence_s=self._rules.min_residence_s,
             now=now,
+            ahead=not self._rules.colocated,
         )
 
     def _demands(self, *, now: float) -> list[Demand]:
@@ -381,9 +382,8 @@ class Training:
     def _demand(self, policy: PolicyTraining, *, rate: float, now: float) -> Demand:
         """One policy's; `rate` is that of the others, for want of its own."""
         binding = policy.binding
+        retries = policy.retry_at is not None and policy.retry_at > now
         work = policy.work if policy.has_state else 1.0
-        if policy.retry_at is not None and policy.retry_at > now:
-            work = 0.0
         if self._rules.static and policy.rules.trained and self._largest is None:
             work = 0.0  # it would take slots that are to be another one's for the whole run
         operation = None if binding is None else binding.operation
@@ -392,11 +392,11 @@ class Training:
             world_size=policy.rules.world_size,
             max_world_size=policy.rules.max_world_size,
             spans=self._largest is not None and policy.rules.world_size > self._largest,
-            work=work,
+            work=0.0 if retries else work,
             remaining=policy.remaining(share_closed=self._share_closed),
             rate=policy.estimates.rate or rate,
             swap_s=policy.estimates.swap_s,
-            expects=self._begun and policy.rules.trained and not policy.summed,
+            expects=self._begun and policy.rules.trained and not (policy.summed or retries),
             trainer=None if binding is None else binding.trainer,
             slots=() if binding is None else binding.slots,
             beyond=() if binding is None else binding.beyond,
