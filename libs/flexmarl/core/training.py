@@ -371,7 +371,7 @@ class Training:
             trainers=self._trainers,
             min_residence_s=self._rules.min_residence_s,
             now=now,
-            ahead=not self._rules.colocated,
+            ahead=not (self._rules.colocated or self._rules.static),
         )
 
     def _demands(self, *, now: float) -> list[Demand]:
