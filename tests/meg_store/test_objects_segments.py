@@ -324,5 +324,5 @@ class TestSegments:
         now, shard = time.monotonic(), opened[1]
         assert await shard.objects.sweep_orphans(ttl_s=3600, now=now) == 0
         assert await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=60, now=now) == 0
-        assert await shard.objects.sweep_orphans(ttl_s=3600, now=now + 3600) == 1
+        assert await shard.objects.sweep_orphans(ttl_s=3600, now=now + 3601) == 1
         assert await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=60, now=now + 3601) == 1
