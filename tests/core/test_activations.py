@@ -1,6 +1,12 @@
 """The bound that a policy's passes have where its config names none."""
 
-from flexmarl.core.activations import MAX_TOKENS, LayerSizes, bytes_per_token, tokens_that_fit
+from flexmarl.core.activations import (
+    MAX_TOKENS,
+    LayerSizes,
+    bytes_per_token,
+    smaller_pass,
+    tokens_that_fit,
+)
 
 SMOLLM_135M = LayerSizes(layers=30, width=576, query=576, key=192, inner=1536)
 QUICKSTART = LayerSizes(layers=2, width=64, query=64, key=32, inner=128)
@@ -25,3 +31,9 @@ def test_small_models_are_not_cut_and_large_ones_run_at_least():
     assert tokens_that_fit(huge, element_bytes=8, checkpointing=False) >= 1
     nothing = LayerSizes(layers=0, width=0, query=0, key=0, inner=0)
     assert tokens_that_fit(nothing, element_bytes=4, checkpointing=False) == MAX_TOKENS
+
+
+def test_a_pass_that_did_not_fit_is_followed_by_smaller_ones_whatever_is_asked():
+    assert smaller_pass(400, asked=150) == 150
+    assert smaller_pass(400, asked=8192) == 200
+    assert smaller_pass(1, asked=8192) == 1

@@ -57,3 +57,13 @@ def tokens_that_fit(sizes: LayerSizes, *, element_bytes: int, checkpointing: boo
     """Returns how many tokens a pass on a CPU may have; see `bytes_per_token`."""
     each = bytes_per_token(sizes, element_bytes=element_bytes, checkpointing=checkpointing)
     return max(1, min(MAX_TOKENS, ACTIVATION_BYTES // max(each, 1)))
+
+
+def smaller_pass(did_not_fit: int, *, asked: int) -> int:
+    """Returns how many tokens a pass may have after passes of `did_not_fit` found no memory.
+
+    Args:
+        did_not_fit: Bound of those passes, which only who made them knows for sure.
+        asked: Most that the service asks for.
+    """
+    return max(1, min(did_not_fit // 2, asked))

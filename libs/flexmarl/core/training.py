@@ -383,7 +383,7 @@ class Training:
         """One policy's; `rate` is that of the others, for want of its own."""
         binding = policy.binding
         retries = policy.retry_at is not None and policy.retry_at > now
-        work = policy.work if policy.has_state else 1.0
+        work = 0.0 if retries else policy.work if policy.has_state else 1.0
         if self._rules.static and policy.rules.trained and self._largest is None:
             work = 0.0  # it would take slots that are to be another one's for the whole run
         operation = None if binding is None else binding.operation
@@ -392,7 +392,7 @@ class Training:
             world_size=policy.rules.world_size,
             max_world_size=policy.rules.max_world_size,
             spans=self._largest is not None and policy.rules.world_size > self._largest,
-            work=0.0 if retries else work,
+            work=work,
             remaining=policy.remaining(share_closed=self._share_closed),
             rate=policy.estimates.rate or rate,
             swap_s=policy.estimates.swap_s,

@@ -12,6 +12,7 @@ import torch
 
 from flexmarl.api.trainer.v1alpha1 import rank_pb2
 from flexmarl.client.segments import hash_file
+from flexmarl.core.activations import smaller_pass
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.bound_state import BoundStates, Trained
@@ -116,7 +117,8 @@ class RankWorker:
         try:
             learner = bound.learner
             if command.max_tokens_per_pass:
-                learner = replace(learner, max_tokens=command.max_tokens_per_pass)
+                smaller = smaller_pass(learner.max_tokens, asked=command.max_tokens_per_pass)
+                learner = replace(learner, max_tokens=smaller)
             stats = add_micro_batch(rows, learner, num_updates=command.num_updates)
         except Exception as error:
             self._rebuild(bound)
