@@ -37,8 +37,10 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 OVERLAYS ?=
 COMPOSE_RUN = $(COMPOSE) -f docker-compose.yml $(OVERLAYS:%=-f deploy/compose/%.yml)
 CONFIG ?= examples/quickstart/config.toml
+# what `buf breaking` holds the contracts against
+RELEASED := protos/released.binpb
 
-.PHONY: help setup vllm demo gsm8k test test-real test-compose prove chaos lint check bench protos pages clean
+.PHONY: help setup vllm demo gsm8k test test-real test-compose prove chaos lint check bench constraints protos release-protos pages clean
 .PHONY: images up train down
 
 help: ## This list
@@ -125,6 +127,7 @@ lint: $(STAMP) ## Style, types, import rules, contracts
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against $(RELEASED)
 	@$(BIN)/python scripts/generate_protos.py --check
 
 check: lint test ## lint and test
@@ -138,6 +141,10 @@ constraints: $(STAMP) ## Write down the versions that are installed now, for eve
 
 protos: $(STAMP) ## Generate protos/gen anew
 	@$(BIN)/python scripts/generate_protos.py
+
+release-protos: $(STAMP) ## Write down the contracts as released: from then on they may only grow
+	@$(BIN)/buf breaking --against $(RELEASED)
+	@$(BIN)/buf build --exclude-source-info -o $(RELEASED)
 
 pages: $(STAMP) ## Generate docs/reference, tables of the docs and the dashboard anew
 	@$(BIN)/python scripts/generate_pages.py

@@ -18,11 +18,11 @@ import psutil
 
 from benchmarks.pipeline_modes import Emulation, num_slots, run_config, trainer_settings
 from benchmarks.pipeline_parts import Kind, Span
-from flexmarl.api.common.v1alpha1.common_pb2 import VERTEX_STATUS_DONE
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import VertexMeta
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import INSTANCE_STATE_SERVING
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RolloutStatus
+from flexmarl.api.common.v1.common_pb2 import VERTEX_STATUS_DONE
+from flexmarl.api.meg_store.v1.graph_pb2 import VertexMeta
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VertexFilter
+from flexmarl.api.rollout.v1.engine_pb2 import INSTANCE_STATE_SERVING
+from flexmarl.api.rollout.v1.rollout_pb2 import RolloutStatus
 from flexmarl.cli.clients import Clients, connect_cluster
 from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.cluster.folder import ClusterFolder

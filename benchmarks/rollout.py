@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Report
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Group, Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import ShardAddress
+from flexmarl.api.meg_store.v1.graph_pb2 import Group, Manifest, PolicyManifest
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.runs import RunSource, store_run

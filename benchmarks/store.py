@@ -27,9 +27,9 @@ import psutil
 from benchmarks import store_scale
 from benchmarks.report import Report
 from benchmarks.store_process import described, scratch, serving, start_module
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.channel import connect
 from flexmarl.client.store import StoreClient
@@ -45,7 +45,7 @@ ROUNDS = 3
 ROUND_S = float(os.environ.get("FLEXMARL_BENCH_ROUND_S", "6"))
 PAIRS = 400
 STATE_BYTES = 1 << 30
-_WRITE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/WriteGraph"
+_WRITE = "/flexmarl.api.meg_store.v1.MegStoreService/WriteGraph"
 
 
 def run(report: Report) -> None:

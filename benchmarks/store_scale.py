@@ -18,9 +18,9 @@ import psutil
 
 from benchmarks.report import Report
 from benchmarks.store_process import StoreProcess, scratch, serving
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.channel import connect
 from flexmarl.client.store import StoreClient
 
@@ -32,7 +32,7 @@ CONSUMED = 0.8
 SAMPLED_CLAIMS = 200
 ROWS_PER_BIG_CLAIM = 4096
 EVENTS = 1500
-_SERVICE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
+_SERVICE = "/flexmarl.api.meg_store.v1.MegStoreService/"
 _MARK = "b000000a0-g0000"
 
 

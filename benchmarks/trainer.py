@@ -28,9 +28,9 @@ from typing import Any
 
 from benchmarks import trainer_swaps, trainer_trl
 from benchmarks.report import Report
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun, VertexRef
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import (
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import ShardAddress, VersionRun, VertexRef
+from flexmarl.api.meg_store.v1.graph_pb2 import (
     Group,
     Manifest,
     MicroBatch,
@@ -43,7 +43,7 @@ from flexmarl.api.meg_store.v1alpha1.graph_pb2 import (
     VertexMeta,
     VertexPayload,
 )
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import GroupClosure, ReleasedRow
+from flexmarl.api.meg_store.v1.meg_store_pb2 import GroupClosure, ReleasedRow
 from flexmarl.client.bundle import folder_hash
 from flexmarl.client.store import StoreClient
 from flexmarl.client.trainer import TrainerClient

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
 from flexmarl.runtime.run_config import PolicyConfig

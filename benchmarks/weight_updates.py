@@ -23,8 +23,8 @@ from safetensors import deserialize
 
 from benchmarks.report import Report
 from benchmarks.rollout import cluster, open_run
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import INSTANCE_STATE_SERVING
+from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
+from flexmarl.api.rollout.v1.engine_pb2 import INSTANCE_STATE_SERVING
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.store import StoreClient

@@ -13,7 +13,7 @@ SERVICES = ["meg_store", "orchestrator", "rollout", "trainer"]
 
 def methods_of(service: str):
     """Full name and descriptor of each method of a service's contract."""
-    module = importlib.import_module(f"flexmarl.api.{service}.v1alpha1.{service}_pb2")
+    module = importlib.import_module(f"flexmarl.api.{service}.v1.{service}_pb2")
     for found in module.DESCRIPTOR.services_by_name.values():
         for method in found.methods:
             yield f"/{found.full_name}/{method.name}", method

@@ -35,7 +35,7 @@ def test_every_source_file_is_in(root: Path, import_roots: list[str], names: set
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert wanted - names == set()
-    assert "flexmarl/api/meg_store/v1alpha1/meg_store_pb2.py" in names
+    assert "flexmarl/api/meg_store/v1/meg_store_pb2.py" in names
 
 
 def test_nothing_else_is_in(names: set[str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.api.rollout.v1alpha1 import engine_pb2, rollout_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
+from flexmarl.api.rollout.v1 import engine_pb2, rollout_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 
 SAMPLE_ID = "b000000a0-g0000-s000a0"
 

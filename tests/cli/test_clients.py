@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.clients import Clients
 from flexmarl.cli.errors import CliError
 

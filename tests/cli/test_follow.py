@@ -9,9 +9,9 @@ import grpc
 import pytest
 from cli.recorded import message, report
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2_grpc as pb_grpc
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2_grpc as pb_grpc
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.follow import follow_run
 from flexmarl.cli.interrupt import Interrupted, InterruptGuard

@@ -7,7 +7,7 @@ import json
 import pytest
 from cli.recorded import SAMPLE_ID, sample, vertex, vertices
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.graph.draw import draw_dot, draw_json, draw_mermaid, draw_text
 from flexmarl.cli.graph.tokens import TokenTexts
 from flexmarl.cli.graph.view import SampleView, sample_view

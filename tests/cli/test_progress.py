@@ -9,7 +9,7 @@ import pytest
 from cli.recorded import message, report
 from rich.console import Console
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.progress.live import LiveView, render
 from flexmarl.cli.progress.outputs import RunOutputs, check_new, is_complete, summary

@@ -18,8 +18,8 @@ from cli.conftest import RunFiles
 from cli.recorded import SAMPLE_ID, batch_record, sample, vertices
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.cli import main as cli_main
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.local import LocalCluster

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from cli.recorded import message, report
 
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2_grpc as pb_grpc
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2_grpc as pb_grpc
 from flexmarl.cli.commands.top import top
 from flexmarl.cli.errors import CliError
 

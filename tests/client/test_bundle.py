@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.bundle import (
     file_hash,
     folder_hash,

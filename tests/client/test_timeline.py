@@ -4,8 +4,8 @@ import itertools
 import json
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.timeline import (
     TraceSpan,
     batch_spans,

@@ -15,8 +15,8 @@ from flexmarl.core.access import (
     rule_of,
 )
 
-STORE = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
-ORCHESTRATOR = "/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/"
+STORE = "/flexmarl.api.meg_store.v1.MegStoreService/"
+ORCHESTRATOR = "/flexmarl.api.orchestrator.v1.OrchestratorService/"
 
 READER = Grant(name="r", role=Role.READ)
 SUBMITTER = Grant(name="s", role=Role.SUBMIT)

@@ -12,15 +12,15 @@ SERVICES = {
 }
 # Server streams that end by themselves.
 FINITE = {
-    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/GetObject",
-    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/HoldWrites",
-    "/flexmarl.api.meg_store.v1alpha1.MegStoreService/ReadSegment",
+    "/flexmarl.api.meg_store.v1.MegStoreService/GetObject",
+    "/flexmarl.api.meg_store.v1.MegStoreService/HoldWrites",
+    "/flexmarl.api.meg_store.v1.MegStoreService/ReadSegment",
 }
 
 
 def methods():
     for package, service in SERVICES.items():
-        module = importlib.import_module(f"flexmarl.api.{package}.v1alpha1.{package}_pb2")
+        module = importlib.import_module(f"flexmarl.api.{package}.v1.{package}_pb2")
         for method in module.DESCRIPTOR.services_by_name[service].methods:
             yield f"/{method.containing_service.full_name}/{method.name}", method
 

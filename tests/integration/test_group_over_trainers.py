@@ -17,7 +17,7 @@ from integration.test_kills import survive
 from ports import own_port
 from trainer.service_harness import Service
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.client.trainer import TrainerClient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -16,7 +16,7 @@ from integration.cluster_harness import Cluster, Size, eventually, run_cli
 from integration.whole_run import assert_whole, num_reports
 from meg_store.store_harness import StoreProcess
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.run_store import RunStore
 
 SIZE = Size()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from integration.cluster_harness import Size
 
-from flexmarl.api.common.v1alpha1.common_pb2 import SAMPLE_STATUS_DONE, VERTEX_STATUS_DONE
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
+from flexmarl.api.common.v1.common_pb2 import SAMPLE_STATUS_DONE, VERTEX_STATUS_DONE
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VertexFilter
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.ids import BatchId, is_evaluation, parse_batch
 

@@ -24,7 +24,7 @@ from meg_store.store_harness import (
     serving,
 )
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.client.errors import DataError
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError

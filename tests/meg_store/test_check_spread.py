@@ -21,7 +21,7 @@ from meg_store.store_harness import (
     three_shards,
 )
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError
 from flexmarl.core.shard_placement import rendezvous

@@ -7,8 +7,8 @@ import random
 import pytest
 from meg_store.store_harness import RUN, a_group, a_record, a_vertex, closure, ref
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.meg_store import claims as claims_module
 
 

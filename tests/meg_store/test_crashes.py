@@ -24,8 +24,8 @@ from meg_store.store_harness import (
     ref,
 )
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.client.store import StoreClient
 from flexmarl.meg_store.check.store import check_stores
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Batch, Table
 from flexmarl.meg_store.database import Database, DatabaseConfig

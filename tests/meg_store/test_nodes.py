@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from meg_store.store_harness import RUN, StoreProcess, a_group, a_run, a_vertex, closure, ref_on
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
+from flexmarl.api.common.v1 import common_pb2 as common
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import UnavailableError
 from flexmarl.client.run_store import RunStore

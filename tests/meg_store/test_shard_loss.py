@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from meg_store.store_harness import RUN, a_group, a_run, a_sample, a_vertex, serving
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.errors import ConflictError, InvalidError, NotFoundError
 from flexmarl.client.run_store import RunStore
 

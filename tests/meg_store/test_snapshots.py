@@ -23,8 +23,8 @@ from meg_store.store_harness import (
     three_shards,
 )
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.errors import FlexMarlError, RefusedError
 from flexmarl.client.run_store import RunStore

@@ -18,9 +18,9 @@ from meg_store.store_harness import (
     serving,
 )
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.errors import FlexMarlError
 
@@ -129,6 +129,21 @@ class TestMicroBatches:
         assert [len(r.rows) for r in records] == [2, 1]
         assert not await store.list_micro_batches(RUN, batch=0, policy="q")
         assert not await store.list_micro_batches(RUN, batch=1)
+
+    async def test_records_come_in_pages(self, store, term):
+        rows = await self.released(store, term)
+        for ordinal, row in enumerate(rows):
+            await store.create_micro_batch(RUN, a_record(row, ordinal=ordinal, term=term))
+        request = pb.ListMicroBatchesRequest(run_id=RUN, batch=0, page_size=2)
+        first = await store._call("ListMicroBatches", request)
+        request.page_token = first.next_page_token
+        second = await store._call("ListMicroBatches", request)
+        assert [len(page.micro_batches) for page in (first, second)] == [2, 1]
+        assert not second.next_page_token
+        found = [*first.micro_batches, *second.micro_batches]
+        assert found == await store.list_micro_batches(RUN, batch=0)
+        request.policy = "q"
+        assert await refusal(store._call("ListMicroBatches", request)) == "INVALID_ARGUMENT"
 
     async def test_two_records_at_once_cannot_share_a_row(self, store, term):
         rows = await self.released(store, term, count=8)

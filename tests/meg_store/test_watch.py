@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 from meg_store.store_harness import RUN, a_group, a_run, a_sample, a_vertex, serving
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.client.store import StoreClient
 from flexmarl.meg_store import event_log

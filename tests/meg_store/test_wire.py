@@ -6,8 +6,8 @@ import pytest
 from google.protobuf.message import Message
 from meg_store.store_harness import a_vertex
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.meg_store import wire
 
 

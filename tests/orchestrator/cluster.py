@@ -22,11 +22,11 @@ from orchestrator.standin_rollout import StandInRollout
 from orchestrator.standin_trainer import StandInTrainer
 from ports import own_port
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from flexmarl.api.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.orchestrator import OrchestratorClient
 from flexmarl.client.store import StoreClient

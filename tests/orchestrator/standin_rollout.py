@@ -8,10 +8,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceServicer
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.rollout.v1 import rollout_pb2 as pb
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import is_evaluation

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
-from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import TrainerServiceServicer
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
+from flexmarl.api.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason

@@ -12,9 +12,9 @@ from orchestrator.cluster import AGENTS, Cluster, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout
 from orchestrator.standin_trainer import Bound, StandInTrainer
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.rollout.v1 import rollout_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import parse_batch
 

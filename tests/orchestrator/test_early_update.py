@@ -5,9 +5,9 @@ from __future__ import annotations
 from orchestrator.cluster import Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, sample_of
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.rollout.v1 import rollout_pb2 as pb
 
 
 class Leaving(StandInRollout):

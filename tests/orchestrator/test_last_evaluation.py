@@ -5,8 +5,8 @@ from __future__ import annotations
 from orchestrator.cluster import Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample, sample_of
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.core.ids import BatchId, GroupId, SampleId, is_evaluation
 from flexmarl.orchestrator.last_evaluation import stored_evaluation
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import BatchRecord, PolicyCounts
-from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2 import RunProgress, Wait
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.graph_pb2 import BatchRecord, PolicyCounts
+from flexmarl.api.orchestrator.v1.orchestrator_pb2 import RunProgress, Wait
 from flexmarl.orchestrator.metrics import METRICS, readings
 from flexmarl.orchestrator.totals import Totals
 from flexmarl.runtime.metrics import MetricSource, new_registry

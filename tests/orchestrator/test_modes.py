@@ -9,8 +9,8 @@ from orchestrator.cluster import AGENTS, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, good_sample
 from orchestrator.standin_trainer import Bound, StandInTrainer
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 
 

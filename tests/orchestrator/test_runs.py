@@ -11,10 +11,10 @@ from orchestrator.cluster import AGENTS, Cluster, Processes, cluster, run_config
 from orchestrator.standin_rollout import StandInRollout, failing_sample, good_sample
 from orchestrator.standin_trainer import Bound, StandInTrainer, weights_of
 
-from flexmarl.api.common.v1alpha1 import common_pb2 as common
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL as FULL
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VertexFilter
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2 as common
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VERTEX_VIEW_FULL as FULL
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VertexFilter
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.client.errors import FlexMarlError, NotFoundError
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import RunConfig

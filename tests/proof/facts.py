@@ -10,13 +10,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.api.common.v1alpha1.common_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import (
     GROUP_STATUS_OPEN,
     RUN_STATUS_FINISHED,
     VERTEX_STATUS_DONE,
 )
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1.meg_store_pb2 import (
     EVENT_KIND_GROUP,
     EVENT_KIND_RUN,
     EVENT_KIND_STATE,

@@ -13,7 +13,7 @@ import psutil
 from integration.cluster_harness import Cluster
 from proof.facts import Facts, read_facts
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.clients import connect_cluster
 from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.follow import follow_run

@@ -18,13 +18,13 @@ from typing import Any
 import grpc
 from ports import own_port
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress, VersionRun
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Group, Manifest, PolicyManifest
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RolloutStatus, SampleSpec
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import ShardAddress, VersionRun
+from flexmarl.api.meg_store.v1.graph_pb2 import Group, Manifest, PolicyManifest
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VERTEX_VIEW_FULL
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
+from flexmarl.api.rollout.v1.rollout_pb2 import RolloutStatus, SampleSpec
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.channel import connect
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.client.rollout import RolloutClient

@@ -7,11 +7,11 @@ from random import Random
 
 from rollout.worker_harness import run_config
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure, VersionRun
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import WRITE_OUTCOME_ACCEPTED
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.api.common.v1.common_pb2 import Failure, VersionRun
+from flexmarl.api.meg_store.v1.meg_store_pb2 import WRITE_OUTCOME_ACCEPTED
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer
 from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import DispatchConfig, WeightsKnown
 from flexmarl.rollout.dispatcher.call_desk import CallDesk

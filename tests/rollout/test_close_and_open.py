@@ -9,7 +9,7 @@ import pytest_asyncio
 from rollout.dispatcher_harness import Cluster, HostStandIn, Services, seeded_tokens
 from rollout.worker_harness import run_config, write_model, write_team
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.core.errors import ErrorReason
 

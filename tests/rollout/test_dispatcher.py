@@ -13,9 +13,9 @@ import pytest_asyncio
 from rollout.dispatcher_harness import Cluster, Services, user_code_of
 from rollout.worker_harness import run_config, write_model, write_team
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import ClosedSubgraph
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.meg_store_pb2 import ClosedSubgraph
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.client.errors import FlexMarlError, UnavailableError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.core.errors import ErrorReason

@@ -11,8 +11,8 @@ import pytest
 from rollout.dispatcher_harness import Cluster, HostStandIn, Services, seeded_tokens
 from rollout.worker_harness import run_config, write_model, write_team
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
 
 TEAM = """
 async def team(ctx, query):

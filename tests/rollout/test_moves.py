@@ -11,13 +11,13 @@ import pytest_asyncio
 from rollout.dispatcher_harness import Cluster, HostStandIn, Services
 from rollout.worker_harness import run_config, write_model, write_team
 
-from flexmarl.api.common.v1alpha1.common_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import (
     GROUP_STATUS_OPEN,
     SAMPLE_STATUS_DONE,
     VersionRun,
 )
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Group
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as eng
+from flexmarl.api.meg_store.v1.graph_pb2 import Group
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.core.ids import BatchId, GroupId, SampleId
 
 TEAM = """

@@ -11,7 +11,7 @@ from rollout.test_rollout_whole import publish
 from rollout.worker_harness import EOS, run_config, write_model, write_team
 from transformers import LlamaConfig
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 
 TEAM = """
 async def team(ctx, query):

@@ -10,8 +10,8 @@ from rollout.dispatcher_harness import Cluster, Service, Services
 from rollout.engines.completion_server import CompletionServer
 from rollout.worker_harness import run_config, write_model, write_team
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
 from flexmarl.client.buffers import BufferSpec
 
 TEAM = """

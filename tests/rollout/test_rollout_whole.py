@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rollout.dispatcher_harness import Cluster, Service, Services
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.runtime.run_config import RunConfig
 

@@ -14,7 +14,7 @@ from rollout.dispatcher_harness import Cluster, Services, user_code_of
 from rollout.shapes import EXPECTED, LONGEST, ROLES, longest, parse, respond
 from rollout.worker_harness import run_config, text_of, tokens_of, write_model
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 
 DONE = common_pb2.VERTEX_STATUS_DONE
 NAMES = sorted(EXPECTED)

@@ -20,8 +20,8 @@ from rollout.worker_harness import (
     write_team,
 )
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer, WorkerCommand, WorkerSample
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerCommand, WorkerSample
 from flexmarl.rollout.worker.watchdog import EXIT_STUCK
 from flexmarl.runtime.children import Children
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Sample
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1.graph_pb2 import Sample
 from flexmarl.client.errors import make_error
 from flexmarl.core.errors import ErrorReason
 from flexmarl.rollout.dispatcher.writer import GraphWriter

@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex, VertexMeta, VertexPayload
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex, VertexMeta, VertexPayload
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import (
     AgentCall,
     CallAnswer,
     RewardCommand,

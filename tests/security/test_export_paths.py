@@ -10,7 +10,7 @@ import pytest
 from meg_store.store_harness import RUN, a_run, serving
 from safetensors import safe_open
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.bundle import folder_hash
 from flexmarl.client.checkpoints import write_checkpoint

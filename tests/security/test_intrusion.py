@@ -10,8 +10,8 @@ import pytest
 from locks import TOKENS, Locks
 from meg_store.store_harness import serving
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2 as graph
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.channel import connect
 from flexmarl.client.errors import (
     FlexMarlError,
@@ -26,7 +26,7 @@ from flexmarl.core.peer_credentials import PeerCredentials
 from scripts.make_certificates import make_pair
 
 OWN, OTHER = "run-own", "run-other"
-LIST_RUNS = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/ListRuns"
+LIST_RUNS = "/flexmarl.api.meg_store.v1.MegStoreService/ListRuns"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.core.process_groups import GroupBook
 from flexmarl.runtime.children import Children

@@ -23,10 +23,10 @@ import pytest
 from ports import own_port
 from trainer.harness import Row, read
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.bundle import folder_hash, pack_folder
 from flexmarl.client.store import StoreClient
 from flexmarl.client.trainer import TrainerClient

@@ -10,7 +10,7 @@ import pytest_asyncio
 from trainer.harness import make_rows
 from trainer.service_harness import Cluster, Run, fails
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.core.errors import ErrorReason
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

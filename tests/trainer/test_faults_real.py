@@ -17,7 +17,7 @@ from trainer.harness import make_rows
 from trainer.service_harness import Cluster, Run, fails, start_cluster
 from trainer.test_user_losses import LOSSES
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.core.errors import ErrorReason
 from flexmarl.runtime.spans import Span, read_spans
 

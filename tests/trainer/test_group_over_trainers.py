@@ -16,8 +16,8 @@ import pytest_asyncio
 from trainer.harness import make_rows
 from trainer.service_harness import Cluster, Run, Service, fails, start_cluster
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import ErrorReason
 from flexmarl.trainer.talk import FRAME_FORMAT

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, saved, write_model
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

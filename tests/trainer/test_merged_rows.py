@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from trainer.harness import Policy, Ranks, Row, flat, policy_config
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.trainer.rows import pack_rows
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]

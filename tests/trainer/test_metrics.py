@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from flexmarl.api.trainer.v1alpha1.trainer_pb2 import SlotStatus, TrainerStatus
+from flexmarl.api.trainer.v1.trainer_pb2 import SlotStatus, TrainerStatus
 from flexmarl.runtime.metrics import MetricSource, new_registry
 from flexmarl.trainer.metrics import METRICS, readings
 from flexmarl.trainer.totals import IN, OUT, Totals

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer import rank_group
 from flexmarl.trainer.rank_group import RankGroup

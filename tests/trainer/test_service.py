@@ -10,8 +10,8 @@ import pytest_asyncio
 from trainer.harness import make_rows
 from trainer.service_harness import Cluster, Run, fails
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.ids import BatchId, micro_batch_id
 

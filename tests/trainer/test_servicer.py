@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.trainer.operations import Operations
 from flexmarl.trainer.servicer import Servicer
 from flexmarl.trainer.trainer import Trainer

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.trainer.state_layout import Block, block_of, plan_copies, segment_specs
 

@@ -15,10 +15,10 @@ from typing import Final
 
 from flexmarl.core.errors import DomainError, ErrorReason
 
-_STORE: Final = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
-_ORCHESTRATOR: Final = "/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/"
-_ROLLOUT: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService/"
-_TRAINER: Final = "/flexmarl.api.trainer.v1alpha1.TrainerService/"
+_STORE: Final = "/flexmarl.api.meg_store.v1.MegStoreService/"
+_ORCHESTRATOR: Final = "/flexmarl.api.orchestrator.v1.OrchestratorService/"
+_ROLLOUT: Final = "/flexmarl.api.rollout.v1.RolloutService/"
+_TRAINER: Final = "/flexmarl.api.trainer.v1.TrainerService/"
 _HEALTH: Final = "/grpc.health.v1.Health/"
 _REFLECTION: Final = (
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

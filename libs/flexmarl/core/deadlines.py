@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-_STORE: Final = "/flexmarl.api.meg_store.v1alpha1.MegStoreService/"
-_ORCHESTRATOR: Final = "/flexmarl.api.orchestrator.v1alpha1.OrchestratorService/"
-_ROLLOUT: Final = "/flexmarl.api.rollout.v1alpha1.RolloutService/"
-_TRAINER: Final = "/flexmarl.api.trainer.v1alpha1.TrainerService/"
+_STORE: Final = "/flexmarl.api.meg_store.v1.MegStoreService/"
+_ORCHESTRATOR: Final = "/flexmarl.api.orchestrator.v1.OrchestratorService/"
+_ROLLOUT: Final = "/flexmarl.api.rollout.v1.RolloutService/"
+_TRAINER: Final = "/flexmarl.api.trainer.v1.TrainerService/"
 
 LONG_LIVED: Final = frozenset(
     (

@@ -72,7 +72,7 @@ class GrpcServer:
         config: Address, limits, files.
         name: Service name in metrics and logs.
         add_to_server: Such as `partial(add_XServicer_to_server, servicer)`.
-        services: Full names, such as `flexmarl.api.meg_store.v1alpha1.MegStoreService`.
+        services: Full names, such as `flexmarl.api.meg_store.v1.MegStoreService`.
         long_lived: Full method names (`/package.Service/Method`) of streams without a
             deadline; by default the project's.
         registry: Where RPC metrics go; a new one by default.

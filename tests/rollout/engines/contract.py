@@ -13,7 +13,7 @@ from typing import Protocol
 import pytest
 from rollout.engines.engine_kit import request
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineLoad, EngineLoaded, GenerateResult
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, EngineLoaded, GenerateResult
 from flexmarl.rollout.engines.base import Engine
 
 

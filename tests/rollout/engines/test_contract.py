@@ -13,7 +13,7 @@ from rollout.engines.engine_kit import (
     write_segment,
 )
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineOptions,
     SimulatedOptions,

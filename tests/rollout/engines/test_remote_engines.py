@@ -21,7 +21,7 @@ from rollout.engines.engine_kit import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineLoad, EngineOptions
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, EngineOptions
 from flexmarl.core.errors import DomainError
 from flexmarl.rollout.engines.admission import Admission
 from flexmarl.rollout.engines.base import EngineBrokenError

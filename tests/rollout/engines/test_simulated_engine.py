@@ -8,7 +8,7 @@ import math
 import pytest
 from rollout.engines.engine_kit import make_engine, request
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineOptions,
     SimulatedOptions,

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 from ports import own_port
 
-from flexmarl.api.common.v1alpha1.common_pb2 import ObjectRef, ShardAddress
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import NamedBuffer, OpenSegmentResponse
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import (
+from flexmarl.api.common.v1.common_pb2 import ObjectRef, ShardAddress
+from flexmarl.api.meg_store.v1.meg_store_pb2 import NamedBuffer, OpenSegmentResponse
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import (
     RolloutServiceServicer,
     add_RolloutServiceServicer_to_server,
 )

@@ -16,7 +16,7 @@ from rollout.host.host_kit import (
     running_host,
 )
 
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
 from flexmarl.core.engine_host import EngineHost
 from flexmarl.core.engine_host_events import (
     EngineEnded,

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rollout.engines.engine_kit import request
 from rollout.host.host_kit import FakeDispatcher, make_load, make_plan, publish_nothing
 
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
 from flexmarl.rollout.host.app import HEALTH_NAME
 
 

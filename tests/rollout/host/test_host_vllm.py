@@ -18,7 +18,7 @@ from rollout.engines.engine_kit import (
 )
 from rollout.host.host_kit import FakeDispatcher, make_load, make_plan, publish, running_host
 
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
 
 STAND_IN = f"{sys.executable} {Path(__file__).with_name('stand_in_vllm.py')}"
 

@@ -19,7 +19,7 @@ from rollout.host.host_kit import (
     running_host,
 )
 
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
 from flexmarl.rollout.engines.registry import PRELOAD
 
 NAMES = ("p-0", "p-1")

@@ -16,7 +16,7 @@ from rollout.engines.engine_kit import (
 from rollout.host.host_kit import FakeDispatcher, make_load, make_plan, publish, running_host
 from rollout.vllm.vllm_kit import PYTHON, make_vllm_folder, needs_vllm
 
-from flexmarl.api.rollout.v1alpha1 import engine_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2 as pb
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600), needs_vllm]
 

@@ -16,7 +16,7 @@ from rollout.engines.engine_kit import (
 )
 from rollout.vllm.vllm_kit import PYTHON, make_vllm_folder, needs_vllm
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineLoad, VllmOptions
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, VllmOptions
 from flexmarl.rollout.engines.admission import Admission
 from flexmarl.rollout.engines.base import EngineSettings
 from flexmarl.rollout.engines.remote_engine import RemoteEngine

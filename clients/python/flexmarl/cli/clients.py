@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.cluster.attach import Addresses
 from flexmarl.cli.connect import connect_store
 from flexmarl.cli.errors import CliError

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running, parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json
 from flexmarl.cli.cluster.local import LocalCluster

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 from flexmarl.cli.errors import EXIT_FAILED, CliError
 from flexmarl.client.errors import (
     CancelledCallError,

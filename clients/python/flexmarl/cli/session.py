@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 from flexmarl.cli.clients import Clients, connect_cluster
 from flexmarl.cli.cluster.attach import Addresses, addresses_of, find_running
 from flexmarl.cli.cluster.folder import ClusterFolder

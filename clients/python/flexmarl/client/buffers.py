@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 
 ALIGNMENT: Final = 64
 """Buffers start at multiples of a cache line."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.core import states
 from flexmarl.core.errors import DomainError, ErrorReason
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
+from flexmarl.api.orchestrator.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from flexmarl.client.base import ServiceClient
 from flexmarl.client.errors import UnavailableError
 from flexmarl.client.request import new_request_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.bundle import materialise
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.export import TensorBytes, write_hf_folder

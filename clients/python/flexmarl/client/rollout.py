@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.rollout.v1 import rollout_pb2 as pb
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.base import ServiceClient
 from flexmarl.client.request import new_request_id
 

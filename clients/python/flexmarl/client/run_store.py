@@ -24,9 +24,9 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Self, TypeVar
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client import shard_answers as answers
 from flexmarl.client.base import PATIENCE_S
 from flexmarl.client.buffers import BufferSpec

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.bundle import MAX_BUNDLE_BYTES, folder_hash, folder_size, pack_folder
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason

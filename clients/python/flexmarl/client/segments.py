@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Generic, Self, TypeVar
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import Buffer, content_hash, spec_of
 from flexmarl.client.mappings import Kept, KeptMappings
 

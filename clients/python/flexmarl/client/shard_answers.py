@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 
 T = TypeVar("T")

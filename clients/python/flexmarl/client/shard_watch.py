@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.errors import OutOfRangeError
 from flexmarl.client.store import StoreClient, Watched
 from flexmarl.core.watch_cursor import read_cursor, write_cursor

@@ -14,9 +14,9 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.channel import StreamCall
 from flexmarl.client.errors import NotFoundError, UnavailableError
 from flexmarl.client.request import new_request_id
@@ -404,11 +404,16 @@ class StoreClient(StoreSegments):
 
     async def list_micro_batches(
         self, run_id: str, *, batch: int, policy: str = ""
-    ) -> Sequence[graph_pb2.MicroBatch]:
-        """Records of a batch in order of creation."""
+    ) -> list[graph_pb2.MicroBatch]:
+        """All records of a batch in order of creation."""
+        records: list[graph_pb2.MicroBatch] = []
         request = pb.ListMicroBatchesRequest(run_id=run_id, batch=batch, policy=policy)
-        response: pb.ListMicroBatchesResponse = await self._call("ListMicroBatches", request)
-        return response.micro_batches
+        while True:
+            response: pb.ListMicroBatchesResponse = await self._call("ListMicroBatches", request)
+            records.extend(response.micro_batches)
+            if not response.next_page_token:
+                return records
+            request.page_token = response.next_page_token
 
     async def save_state(self, run_id: str, state: graph_pb2.StateRecord) -> None:
         """Write a policy's state record."""

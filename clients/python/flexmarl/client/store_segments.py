@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Self
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2_grpc import MegStoreServiceStub
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1.meg_store_pb2_grpc import MegStoreServiceStub
 from flexmarl.client.base import PATIENCE_S, ServiceClient
 from flexmarl.client.buffers import Buffer, BufferSpec, lay_out
 from flexmarl.client.channel import Channel, connect

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
-from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import TrainerServiceStub
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
+from flexmarl.api.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from flexmarl.client.base import ServiceClient
 from flexmarl.client.channel import StreamCall
 from flexmarl.client.errors import make_error

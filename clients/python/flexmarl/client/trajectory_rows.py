@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from google.protobuf.json_format import MessageToDict
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 
 Row: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[str, Sequence[int]], str]

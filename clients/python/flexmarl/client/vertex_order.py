@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 
 _INTEGER: Final = struct.Struct(">q")
 _FLOAT: Final = struct.Struct(">d")

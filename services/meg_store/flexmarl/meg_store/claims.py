@@ -11,9 +11,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Batch, Table
 from flexmarl.meg_store.database import Database

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.enums import GROUP_STATUS, VERTEX_STATUS, VOID_REASON
 from flexmarl.core import fencing, graph_rules
 from flexmarl.core import store_keys as keys

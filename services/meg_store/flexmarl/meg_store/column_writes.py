@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import fencing
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import vertex_checks as checks

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import TABLES, Backend, Batch, Table

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Backend, Batch, Table

@@ -8,11 +8,10 @@ again after a crash, and are hints: the ledger decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import fencing, graph_rules
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
@@ -95,15 +94,6 @@ class MicroBatches:
             meta.micro_batch_id = micro_batch_id
             rows.store(meta)
         return pb.MarkRowsResponse()
-
-    def list(self, request: pb.ListMicroBatchesRequest) -> Iterable[graph_pb2.MicroBatch]:
-        """Records of a batch in order of creation."""
-        self._runs.require(request.run_id)
-        prefix = record_key(request.run_id, request.batch, "")
-        for _, value in self._database.scan(Table.META, prefix):
-            record = graph_pb2.MicroBatch.FromString(value)
-            if request.policy in ("", record.policy):
-                yield record
 
     def _claim(self, rows: Rows, ref: common_pb2.VertexRef, record: graph_pb2.MicroBatch) -> None:
         owner = rows.owner(ref.vertex_id)

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, cast
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.enums import VERTEX_STATUS, VOID_REASON
 from flexmarl.core import store_keys as keys
 from flexmarl.core.batch_account import BatchAccount
@@ -23,10 +23,13 @@ from flexmarl.meg_store import wire
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.claims import Claims
 from flexmarl.meg_store.database import Database
+from flexmarl.meg_store.micro_batches import record_key
 from flexmarl.meg_store.paging import PAGE_BYTES, Token, page_size, patient
 from flexmarl.meg_store.rows import vertex_not_found
 from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.vertex_listing import batch_stem
+
+_ListRequest = pb.ListSamplesRequest | pb.ListGroupsRequest | pb.ListMicroBatchesRequest
 
 _ROWS_PER_SLICE: Final = 128
 """Read in one go: rows of 4 KB take some milliseconds."""
@@ -117,6 +120,7 @@ class Queries:
         if request.group_id:
             stem = request.group_id + "-"
         response.next_page_token = await self._page(
+            Table.GRAPH,
             keys.prefix("sample", request.run_id) + stem.encode(),
             request,
             take,
@@ -140,9 +144,32 @@ class Queries:
 
         batch = request.batch if request.HasField("batch") else None
         response.next_page_token = await self._page(
+            Table.GRAPH,
             keys.prefix("group", request.run_id) + batch_stem(batch).encode(),
             request,
             take,
+        )
+        return response
+
+    async def list_micro_batches(
+        self, request: pb.ListMicroBatchesRequest
+    ) -> pb.ListMicroBatchesResponse:
+        """One page of a batch's records in order of creation.
+
+        Raises:
+            DomainError: RUN_NOT_FOUND, INVALID_ARGUMENT for a token.
+        """
+        response = pb.ListMicroBatchesResponse()
+
+        def take(value: bytes) -> bool:
+            record = graph_pb2.MicroBatch.FromString(value)
+            fits = request.policy in ("", record.policy)
+            if fits:
+                response.micro_batches.append(record)
+            return fits
+
+        response.next_page_token = await self._page(
+            Table.META, record_key(request.run_id, request.batch, ""), request, take
         )
         return response
 
@@ -187,8 +214,9 @@ class Queries:
 
     async def _page(
         self,
+        table: Table,
         prefix: bytes,
-        request: pb.ListSamplesRequest | pb.ListGroupsRequest,
+        request: _ListRequest,
         take: Callable[[bytes], bool],
     ) -> str:
         """Give rows to `take`, which says whether it wants them; returns the next page's token."""
@@ -196,7 +224,7 @@ class Queries:
         token = Token(_scope(request))
         after = token.read(request.page_token)
         start = max(prefix, after + b"\0") if after else prefix
-        pairs = self._database.backend.scan(Table.GRAPH, start, keys.after(prefix))
+        pairs = self._database.backend.scan(table, start, keys.after(prefix))
         limit = page_size(request.page_size)
         taken = size_bytes = 0
         async for key, value in patient(pairs):
@@ -209,7 +237,7 @@ class Queries:
         return ""
 
 
-def _scope(request: pb.ListSamplesRequest | pb.ListGroupsRequest) -> bytes:
+def _scope(request: _ListRequest) -> bytes:
     kept = type(request)()
     kept.CopyFrom(request)  # type: ignore[arg-type] # of the same type
     kept.page_token = ""

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.database import Database, Draft

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 
 MEMORY = pb.SEGMENT_TIER_MEMORY

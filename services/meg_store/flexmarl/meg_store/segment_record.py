@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.meg_store.segment_files import DISK, SegmentFile
 
 FETCHED_FROM: Final = "fetched_from"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError
 from flexmarl.meg_store.database import Database
 from flexmarl.meg_store.segment_files import DISK, SegmentFile, SegmentFiles, copy_file

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import wire
 from flexmarl.meg_store.database import Draft
@@ -29,7 +29,7 @@ from flexmarl.meg_store.segment_fetch import read_pieces
 from flexmarl.meg_store.shard import Shard
 from flexmarl.meg_store.written_graph import WRITTEN_GRAPH, malformed
 
-SERVICE = "flexmarl.api.meg_store.v1alpha1.MegStoreService"
+SERVICE = "flexmarl.api.meg_store.v1.MegStoreService"
 _MAX_LIST_MANIFESTS = 1000
 
 _READS_AS: Mapping[str, type[Message]] = MappingProxyType({"WriteGraph": WRITTEN_GRAPH})
@@ -223,8 +223,7 @@ class Servicer:
 
     async def ListMicroBatches(self, call: Call, _: Context) -> pb.ListMicroBatchesResponse:
         """See the contract."""
-        records = list(self.shard.micro_batches.list(call.message))
-        return pb.ListMicroBatchesResponse(micro_batches=records)
+        return await self.shard.queries.list_micro_batches(call.message)
 
     async def SaveState(self, call: Call, _: Context) -> bytes:
         """See the contract."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import fencing
 from flexmarl.core.version_return import Return, plan_return
 from flexmarl.meg_store.database import Draft

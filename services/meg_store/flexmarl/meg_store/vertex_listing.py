@@ -12,8 +12,8 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Final, NamedTuple
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.vertex_order import rank
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store import wire

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Collection
 from typing import NamedTuple
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.enums import SAMPLE_STATUS
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason

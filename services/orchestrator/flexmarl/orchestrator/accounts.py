@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
+from flexmarl.api.rollout.v1 import rollout_pb2
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.core.batch_metrics import StepClock, batch_metrics, num_groups
 from flexmarl.core.run import RunCore

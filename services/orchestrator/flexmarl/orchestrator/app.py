@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import (
+from flexmarl.api.orchestrator.v1.orchestrator_pb2_grpc import (
     add_OrchestratorServiceServicer_to_server,
 )
 from flexmarl.client.rollout import RolloutClient

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
+from flexmarl.api.rollout.v1 import rollout_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.batch_metrics import StepClock, TrainMeans
 from flexmarl.core.dataset_order import DatasetOrder

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 from flexmarl.client.store import StoreClient
 from flexmarl.core.evaluation import Evaluation
 from flexmarl.core.training_rows import Row

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
 from flexmarl.client.enums import RUN_STATUS
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.run_store import RunStore

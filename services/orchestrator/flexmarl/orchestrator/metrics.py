@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from flexmarl.api.common.v1alpha1.common_pb2 import RunStatus
-from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2 import RunProgress
+from flexmarl.api.common.v1.common_pb2 import RunStatus
+from flexmarl.api.orchestrator.v1.orchestrator_pb2 import RunProgress
 from flexmarl.orchestrator.totals import Totals
 from flexmarl.runtime.metrics import MetricSpec, Reading, counter, gauge
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.api.rollout.v1alpha1 import engine_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
+from flexmarl.api.rollout.v1 import engine_pb2
 from flexmarl.core.run import RunCore
 from flexmarl.core.waiting import Bounds, InstanceSight, explain
 from flexmarl.orchestrator.config import OrchestratorConfig

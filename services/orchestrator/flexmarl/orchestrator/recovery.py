@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.enums import GROUP_STATUS
 from flexmarl.core.dataset_order import Cursor
 from flexmarl.core.fencing import policy_scope

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
+from flexmarl.api.rollout.v1 import rollout_pb2 as pb
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.core.ids import SampleId

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
 from flexmarl.client.errors import NotFoundError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.client.run_store import RunStore

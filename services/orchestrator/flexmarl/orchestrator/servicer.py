@@ -7,15 +7,15 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2 as pb
-from flexmarl.api.orchestrator.v1alpha1.orchestrator_pb2_grpc import OrchestratorServiceServicer
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2 as pb
+from flexmarl.api.orchestrator.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import check_name
 from flexmarl.orchestrator.runs import Runs
 from flexmarl.runtime.ticks import interval_s
 
-SERVICE: Final = "flexmarl.api.orchestrator.v1alpha1.OrchestratorService"
+SERVICE: Final = "flexmarl.api.orchestrator.v1.OrchestratorService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

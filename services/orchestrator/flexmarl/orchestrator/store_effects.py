@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.errors import DeadlineError
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import is_evaluation

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import BatchRecord
+from flexmarl.api.meg_store.v1.graph_pb2 import BatchRecord
 
 _STEP: Final = "step/"
 _TOKENS: Final = "tokens/"

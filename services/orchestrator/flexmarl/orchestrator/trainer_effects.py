@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.fencing import policy_scope

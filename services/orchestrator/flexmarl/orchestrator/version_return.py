@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.orchestrator.context import RunContext
 from flexmarl.orchestrator.convert import DONE, chunks
 from flexmarl.runtime.logging import get_logger

@@ -6,7 +6,7 @@ import asyncio
 import os
 from functools import partial
 
-from flexmarl.api.trainer.v1alpha1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flexmarl.api.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children, end_leftovers
 from flexmarl.runtime.logging import get_logger

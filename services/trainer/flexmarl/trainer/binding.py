@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.activations import MAX_TOKENS
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ledger import Ledger, Presence, check_apply

@@ -13,7 +13,7 @@ from typing import Final
 
 import grpc
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.client.channel import StreamCall
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason

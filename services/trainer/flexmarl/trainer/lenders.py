@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.client.trainer import TrainerClient
 from flexmarl.core.process_groups import check_meeting_place, check_part
 from flexmarl.core.trainer_slots import PolicyKey

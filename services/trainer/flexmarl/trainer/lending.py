@@ -20,8 +20,8 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import check_part, numbers_of_members
 from flexmarl.core.trainer_slots import Claim

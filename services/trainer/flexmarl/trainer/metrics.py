@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from flexmarl.api.trainer.v1alpha1.trainer_pb2 import TrainerStatus
+from flexmarl.api.trainer.v1.trainer_pb2 import TrainerStatus
 from flexmarl.runtime.metrics import Reading, counter, gauge
 from flexmarl.trainer.totals import Totals
 

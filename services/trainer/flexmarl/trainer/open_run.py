@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.bundle import materialise
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2, meg_store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2, meg_store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.ledger import Ledger, Presence
 from flexmarl.trainer import records
 from flexmarl.trainer.binding_parts import BindingParts

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer.workers import Worker
 

@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2, trainer_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.ledger import Counts, Presence
 
 

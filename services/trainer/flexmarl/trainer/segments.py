@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient

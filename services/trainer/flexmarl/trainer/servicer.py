@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2 as pb
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2_grpc
+from flexmarl.api.trainer.v1 import trainer_pb2 as pb
+from flexmarl.api.trainer.v1 import trainer_pb2_grpc
 from flexmarl.core.call_context import bind_ids
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.ticks import interval_s, ticks
 from flexmarl.trainer.operations import Operations, Work
 from flexmarl.trainer.trainer import Trainer
 
-SERVICE = "flexmarl.api.trainer.v1alpha1.TrainerService"
+SERVICE = "flexmarl.api.trainer.v1.TrainerService"
 _MAX_WAIT_S = 600.0
 _WAIT_SHARE = 0.5
 """Share of its caller's time that a wait may take. On a crowded machine an answer may be seconds on

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
 from flexmarl.client.buffers import DTYPE_BYTES, BufferSpec
 from flexmarl.core.arena import ALIGNMENT, aligned
 

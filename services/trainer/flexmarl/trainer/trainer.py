@@ -6,9 +6,9 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
-from flexmarl.api.trainer.v1alpha1 import trainer_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import check_meeting_place
 from flexmarl.core.seeds import derive

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason, find_reason
 from flexmarl.runtime.logging import get_logger
 

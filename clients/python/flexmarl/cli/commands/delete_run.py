@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.connect import orchestrator_beside, with_store
 from flexmarl.cli.output import print_line

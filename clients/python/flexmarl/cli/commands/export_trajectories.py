@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.connect import with_run
 from flexmarl.cli.graph.tokens import TokenTexts

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.clients import Clients
 from flexmarl.cli.cluster.attach import parse_cluster
 from flexmarl.cli.cluster.folder import ClusterFolder, read_json

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.cluster.plan import STORE
 from flexmarl.cli.connect import with_store

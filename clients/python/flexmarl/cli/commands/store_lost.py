@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1 import common_pb2
+from flexmarl.api.common.v1 import common_pb2
 from flexmarl.cli.cluster.folder import ClusterFolder
 from flexmarl.cli.connect import with_store
 from flexmarl.cli.errors import CliError

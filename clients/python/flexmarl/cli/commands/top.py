@@ -9,8 +9,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 from flexmarl.cli.commands.runs import status_name
 from flexmarl.cli.connect import addresses_of_running, connect_store
 from flexmarl.cli.errors import CliError

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
-from flexmarl.api.rollout.v1alpha1 import engine_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
+from flexmarl.api.rollout.v1 import engine_pb2
 from flexmarl.cli.progress.report import (
     AGENT_PREFIX,
     TOKENS_PREFIX,

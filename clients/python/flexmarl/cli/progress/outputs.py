@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.progress.report import AGENT_PREFIX, EVALUATION_PREFIX, VersionNumbers
 from flexmarl.cli.progress.trackers import Tracker, open_trackers

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 
 AGENT_PREFIX = "reward/"
 STEP_PREFIX = "step/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Protocol, Self
 
-from flexmarl.api.orchestrator.v1alpha1 import orchestrator_pb2
+from flexmarl.api.orchestrator.v1 import orchestrator_pb2
 from flexmarl.cli.output import print_line
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2 as pb
+from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.check.opened import OpenStore

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.core import store_keys as keys
 from flexmarl.meg_store.backend import Table
 from flexmarl.meg_store.check.opened import OpenStore

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from flexmarl.api.meg_store.v1alpha1 import graph_pb2
+from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.client.enums import VERTEX_STATUS, VOID_REASON
 from flexmarl.core import graph_rules
 from flexmarl.core import store_keys as keys

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.metrics import METRICS, readings

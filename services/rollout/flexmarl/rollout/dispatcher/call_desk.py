@@ -15,15 +15,15 @@ from functools import partial
 from random import Random
 from typing import Final, Protocol, assert_never
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.meg_store.v1.meg_store_pb2 import (
     WRITE_OUTCOME_DUPLICATE,
     WRITE_OUTCOME_SUBGRAPH_CLOSED,
 )
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult, HostHello
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateResult, HostHello
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer
 from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import (
     Abort,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineOptions,
     SimulatedOptions,
     SimulatedPolicy,

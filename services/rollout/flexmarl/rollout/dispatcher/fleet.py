@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import ModelRef, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import ShardAddress
+from flexmarl.api.meg_store.v1.graph_pb2 import ModelRef, PolicyManifest
+from flexmarl.api.rollout.v1.engine_pb2 import (
     INSTANCE_STATE_DEAD,
     INSTANCE_STATE_EMPTY,
     INSTANCE_STATE_STARTING,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     INSTANCE_STATE_DEAD,
     INSTANCE_STATE_EMPTY,
     INSTANCE_STATE_LOADING,

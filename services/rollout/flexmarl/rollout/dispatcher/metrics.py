@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import InstanceState
+from flexmarl.api.rollout.v1.engine_pb2 import InstanceState
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.runtime.metrics import Reading, counter, gauge
 

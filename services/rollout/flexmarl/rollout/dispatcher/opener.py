@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Run as RunRow
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import WorkerSetup
+from flexmarl.api.common.v1.common_pb2 import ShardAddress
+from flexmarl.api.meg_store.v1.graph_pb2 import Run as RunRow
+from flexmarl.api.rollout.v1.worker_pb2 import WorkerSetup
 from flexmarl.client.bundle import materialise
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexmarl.api.common.v1alpha1.common_pb2 import VersionRun
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult
+from flexmarl.api.common.v1.common_pb2 import VersionRun
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateResult
 from flexmarl.core.dispatch_events import (
     AttemptAborted,
     AttemptFailed,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.worker_pb2 import (
     RewardCommand,
     RewardEvent,
     RewardJob,

@@ -6,10 +6,10 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import ShardAddress
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope, RolloutStatus, SampleSpec
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import ShardAddress
+from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
+from flexmarl.api.rollout.v1.rollout_pb2 import RewardScope, RolloutStatus, SampleSpec
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.status import run_status

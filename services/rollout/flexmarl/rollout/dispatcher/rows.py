@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Sample, Vertex
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateResult
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, SampleEnd
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Sample, Vertex
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateResult
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, SampleEnd
 
 _ALL_COLUMNS: Final = ("prompt_tokens", "response_tokens", "logprobs")
 

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Manifest, PolicyManifest
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope, SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import RewardJob, RewardResult
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
+from flexmarl.api.rollout.v1.rollout_pb2 import RewardScope, SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import RewardJob, RewardResult
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.admission import Admission
 from flexmarl.core.errors import DomainError, ErrorReason, find_reason

@@ -18,15 +18,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import (
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.meg_store.v1.meg_store_pb2 import (
     WRITE_OUTCOME_ACCEPTED,
     WRITE_OUTCOME_DUPLICATE,
 )
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import (
     CallAnswer,
     RewardJob,
     RewardResult,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, SampleEnd
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, SampleEnd
 from flexmarl.rollout.dispatcher.results import KeptTokens
 from flexmarl.rollout.dispatcher.workers import WorkerSlot
 

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from flexmarl.api.rollout.v1alpha1 import rollout_pb2 as pb
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1 import rollout_pb2 as pb
+from flexmarl.api.rollout.v1.engine_pb2 import (
     ConnectEngineHostRequest,
     ConnectEngineHostResponse,
 )
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceServicer
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.dispatcher.rollout import Rollout
 from flexmarl.runtime.ticks import interval_s, ticks
 
-SERVICE: Final = "flexmarl.api.rollout.v1alpha1.RolloutService"
+SERVICE: Final = "flexmarl.api.rollout.v1.RolloutService"
 
 
 class RolloutServicer(RolloutServiceServicer):

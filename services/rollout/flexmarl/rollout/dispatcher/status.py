@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import InstanceStatus
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import QueueStatus, RolloutStatus
+from flexmarl.api.rollout.v1.engine_pb2 import InstanceStatus
+from flexmarl.api.rollout.v1.rollout_pb2 import QueueStatus, RolloutStatus
 from flexmarl.rollout.dispatcher.run import Run
 
 

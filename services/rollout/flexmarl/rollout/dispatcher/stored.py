@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure, VertexRef
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import VERTEX_VIEW_FULL, GetSampleGraphResponse
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer
+from flexmarl.api.common.v1.common_pb2 import Failure, VertexRef
+from flexmarl.api.meg_store.v1.meg_store_pb2 import VERTEX_VIEW_FULL, GetSampleGraphResponse
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import PolicyManifest
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import LoadWeights
+from flexmarl.api.meg_store.v1.graph_pb2 import PolicyManifest
+from flexmarl.api.rollout.v1.engine_pb2 import LoadWeights
 from flexmarl.core.balance_monitor import MoveCosts
 from flexmarl.core.weight_loads import Load, decide_loads
 from flexmarl.rollout.dispatcher.hosts import Hosts

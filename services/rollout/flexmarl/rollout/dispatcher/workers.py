@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.worker_pb2 import (
     WorkerCommand,
     WorkerEvent,
     WorkerSample,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Sample, Vertex
-from flexmarl.api.meg_store.v1alpha1.meg_store_pb2 import WriteGraphResponse
+from flexmarl.api.meg_store.v1.graph_pb2 import Sample, Vertex
+from flexmarl.api.meg_store.v1.meg_store_pb2 import WriteGraphResponse
 from flexmarl.client.request import new_request_id
 from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason
 from flexmarl.runtime.logging import get_logger

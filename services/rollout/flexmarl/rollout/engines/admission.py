@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.results import failed, failure, failure_of, refused_version
 

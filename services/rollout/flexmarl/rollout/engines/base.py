@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
     EngineOptions,

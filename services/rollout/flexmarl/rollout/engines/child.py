@@ -18,7 +18,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineCommand,
     EngineEvent,
     EngineReady,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, StructuredOutput
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, StructuredOutput
 from flexmarl.core.seeds import continued_seed
 from flexmarl.rollout.engines.http_json import JsonObject
 from flexmarl.rollout.engines.remote_engine import Response

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     ExternalOptions,
     GenerateRequest,

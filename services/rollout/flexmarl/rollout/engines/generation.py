@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult
 from flexmarl.rollout.engines.admission import token_limit
 from flexmarl.rollout.engines.draw import RowSampling, row_sampling
 from flexmarl.rollout.engines.results import version_run

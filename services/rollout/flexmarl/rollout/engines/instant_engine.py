@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
     EngineReady,

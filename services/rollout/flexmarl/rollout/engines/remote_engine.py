@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
     EngineReady,

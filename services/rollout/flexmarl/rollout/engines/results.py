@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure, VersionRun
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.api.common.v1.common_pb2 import Failure, VersionRun
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult
 from flexmarl.core.errors import DomainError, ErrorReason
 
 

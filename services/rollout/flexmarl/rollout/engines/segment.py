@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineLoad
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad
 from flexmarl.client.buffers import Buffer, BufferSpec, content_hash
 from flexmarl.core.errors import DomainError, ErrorReason
 

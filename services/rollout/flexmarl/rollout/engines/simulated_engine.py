@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
     EngineReady,

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
     EngineLoaded,
     EngineReady,

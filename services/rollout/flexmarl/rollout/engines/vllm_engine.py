@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineLoad, GenerateRequest
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, GenerateRequest
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.admission import WAITING_PER_SLOT, Admission
 from flexmarl.rollout.engines.base import EngineBrokenError, EngineSettings

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import VllmOptions
+from flexmarl.api.rollout.v1.engine_pb2 import VllmOptions
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.base import EngineSettings
 from flexmarl.rollout.engines.http_json import HttpServer, HttpStatusError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineBuffer, EngineLoad
+from flexmarl.api.rollout.v1.engine_pb2 import EngineBuffer, EngineLoad
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.segment import map_checked
 

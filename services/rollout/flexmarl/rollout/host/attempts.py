@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult, HeldAttempt
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult, HeldAttempt
 
 
 @dataclass(frozen=True, slots=True)

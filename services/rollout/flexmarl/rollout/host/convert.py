@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.engine_pb2 import (
     INSTANCE_STATE_DEAD,
     INSTANCE_STATE_EMPTY,
     INSTANCE_STATE_LOADING,

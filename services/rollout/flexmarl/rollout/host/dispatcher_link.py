@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import grpc
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     ConnectEngineHostRequest,
     ConnectEngineHostResponse,
 )
-from flexmarl.api.rollout.v1alpha1.rollout_pb2_grpc import RolloutServiceStub
+from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.channel import Channel, StreamCall, connect
 from flexmarl.client.errors import FlexMarlError
 from flexmarl.core.retry import Backoff

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import assert_never
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineEvent,
     EngineLoaded,
     InstancePlan,

@@ -11,8 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.rollout.v1.engine_pb2 import (
     AbortBatch,
     EngineCommand,
     EngineEvent,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineOptions
+from flexmarl.api.rollout.v1.engine_pb2 import EngineOptions
 from flexmarl.core.engine_host_events import InstanceWanted
 from flexmarl.rollout.engines.base import DEFAULT_KV_CACHE_BYTES, EngineSettings
 from flexmarl.rollout.engines.registry import check_engine

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import InstanceState, InstanceStatus
+from flexmarl.api.rollout.v1.engine_pb2 import InstanceState, InstanceStatus
 from flexmarl.rollout.host.attempts import AttemptBook
 from flexmarl.runtime.metrics import Reading, gauge
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from itertools import islice
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import (
+from flexmarl.api.rollout.v1.engine_pb2 import (
     ConnectEngineHostRequest,
     GenerateResult,
     InstanceStatus,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import GenerateRequest, GenerateResult
+from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult
 from flexmarl.core.errors import ErrorReason
 from flexmarl.rollout.engines.results import failed, failure
 from flexmarl.rollout.host.attempts import AttemptBook

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from flexmarl.api.common.v1alpha1.common_pb2 import ObjectRef, ShardAddress
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import ModelRef, Run
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import EngineBuffer, EngineLoad
+from flexmarl.api.common.v1.common_pb2 import ObjectRef, ShardAddress
+from flexmarl.api.meg_store.v1.graph_pb2 import ModelRef, Run
+from flexmarl.api.rollout.v1.engine_pb2 import EngineBuffer, EngineLoad
 from flexmarl.client.bundle import materialise
 from flexmarl.client.segments import SegmentReader
 from flexmarl.core.engine_host_events import InstanceWanted, LoadEngine

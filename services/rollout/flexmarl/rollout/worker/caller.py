@@ -6,9 +6,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.prompting import Agent
 from flexmarl.rollout.worker.calls import agent_input_hash, sampling_params, upstream_ids

@@ -8,10 +8,10 @@ import struct
 from collections.abc import Iterable
 from typing import Any, Final
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex, VertexMeta, VertexPayload
-from flexmarl.api.rollout.v1alpha1.engine_pb2 import SamplingParams
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import SampleSpec
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex, VertexMeta, VertexPayload
+from flexmarl.api.rollout.v1.engine_pb2 import SamplingParams
+from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
 from flexmarl.core.seeds import vertex_seed
 from flexmarl.rollout.prompting import Agent
 from flexmarl.rollout.workflow import Output, Simulated

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import AgentCall, CallAnswer, WorkerSample
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer, WorkerSample
 from flexmarl.core.errors import DomainError
 from flexmarl.rollout.worker import failures
 from flexmarl.rollout.worker.outbox import Outbox

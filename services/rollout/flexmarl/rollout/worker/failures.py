@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
+from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.workflow import CallError
 

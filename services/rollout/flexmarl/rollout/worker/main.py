@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import uvloop
 
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.rollout.v1.worker_pb2 import (
     WorkerCommand,
     WorkerReady,
     WorkerSample,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import WorkerEvent
+from flexmarl.api.rollout.v1.worker_pb2 import WorkerEvent
 
 
 class Outbox:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 
 
 class Replay:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import RewardSet
-from flexmarl.api.rollout.v1alpha1.rollout_pb2 import RewardScope
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import (
+from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
+from flexmarl.api.rollout.v1.rollout_pb2 import RewardScope
+from flexmarl.api.rollout.v1.worker_pb2 import (
     RewardCommand,
     RewardEvent,
     RewardJob,

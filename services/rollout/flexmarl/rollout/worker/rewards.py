@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import RewardSet
+from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.workflow import FinishedSample, Output, Rewards
 

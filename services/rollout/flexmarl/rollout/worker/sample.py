@@ -7,10 +7,10 @@ import inspect
 import json
 from typing import Any
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.common.v1alpha1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import RewardSet
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer, SampleEnd, WorkerSample
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import Failure
+from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, SampleEnd, WorkerSample
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.paths import sort_key
 from flexmarl.rollout.worker import failures

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from flexmarl.api.meg_store.v1alpha1.graph_pb2 import Vertex
-from flexmarl.api.rollout.v1alpha1.worker_pb2 import CallAnswer
+from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.paths import intent_path
 from flexmarl.rollout.worker import failures

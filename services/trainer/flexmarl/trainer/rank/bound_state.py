@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError
 from flexmarl.runtime.run_config import PolicyConfig

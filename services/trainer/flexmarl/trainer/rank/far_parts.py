@@ -19,7 +19,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError
 from flexmarl.trainer.rank.state_files import PIECE_BYTES, Rows, StateFiles
 from flexmarl.trainer.state_layout import Block

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.child_link import ChildLink
 from flexmarl.runtime.logging import get_logger

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.construct import architecture_of
 from flexmarl.trainer.rank.groups import GroupKey, Groups, mesh_of

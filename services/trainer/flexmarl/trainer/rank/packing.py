@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.passes import Pass
 from flexmarl.trainer.rank.attention import PackedRows
 from flexmarl.trainer.rank.model import PassInputs

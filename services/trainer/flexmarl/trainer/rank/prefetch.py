@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.trainer.rank.memory import DeviceMemory, StateKey
 from flexmarl.trainer.rank.shards import state_bytes
 from flexmarl.trainer.rank.state_files import StateFiles

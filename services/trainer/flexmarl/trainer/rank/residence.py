@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
 from flexmarl.trainer.rank.groups import GroupKey
 from flexmarl.trainer.rank.memory import Room
 from flexmarl.trainer.rank.model import ScoringModel

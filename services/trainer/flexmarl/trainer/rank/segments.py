@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 
 DTYPES: Final = {

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
 from flexmarl.trainer.rank.lora import Base
 from flexmarl.trainer.rank.placement import Place, place
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 
 import torch
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer.rank.segments import SegmentFile, opened
 from flexmarl.trainer.rank.transfers import Transfers

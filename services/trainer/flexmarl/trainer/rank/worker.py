@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.segments import hash_file
 from flexmarl.core.activations import smaller_pass
 from flexmarl.core.errors import DomainError, ErrorReason

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import Final, Self
 
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer.simulated.rank import SimulatedRank
 

@@ -6,8 +6,8 @@ import asyncio
 import math
 from array import array
 
-from flexmarl.api.common.v1alpha1 import common_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError
 from flexmarl.core.training_costs import TrainingCosts
 from flexmarl.runtime.run_config import PolicyConfig

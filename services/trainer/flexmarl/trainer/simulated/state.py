@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from flexmarl.api.meg_store.v1alpha1 import meg_store_pb2
-from flexmarl.api.trainer.v1alpha1 import rank_pb2
+from flexmarl.api.meg_store.v1 import meg_store_pb2
+from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import Buffer
 from flexmarl.client.segments import MappedSegment, hash_file
 from flexmarl.trainer.state_layout import MOMENTS
