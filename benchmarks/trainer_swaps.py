@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -166,9 +167,15 @@ class _Policy:
             )
             path = self._shm / kind
             with path.open("wb") as file:
-                file.truncate(layout.size_bytes)
+                os.posix_fallocate(file.fileno(), 0, layout.size_bytes)  # as the store makes it
             files.append(
-                rank_pb2.MappedSegment(kind=kind, key=kind, path=str(path), buffers=layout.buffers)
+                rank_pb2.MappedSegment(
+                    kind=kind,
+                    key=kind,
+                    path=str(path),
+                    buffers=layout.buffers,
+                    in_memory=True,
+                )
             )
         await self.export_into(files)
         return files
@@ -181,7 +188,11 @@ class _Policy:
     ) -> list[rank_pb2.MappedSegment]:
         return [
             rank_pb2.MappedSegment(
-                kind=item.kind, key=f"{item.key}{number}", path=item.path, buffers=item.buffers
+                kind=item.kind,
+                key=f"{item.key}{number}",
+                path=item.path,
+                buffers=item.buffers,
+                in_memory=True,
             )
             for item in files
         ]

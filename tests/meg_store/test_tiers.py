@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -138,6 +139,27 @@ class TestRoomInMemory:
             )
             writer = await store.allocate_segment(RUN, "b", [BufferSpec("w", "U8", (SIZE,))])
             assert writer.reused
+
+    async def test_a_removed_file_has_no_pages_where_it_is_still_mapped(self, tmp_path):
+        async with serving(tmp_path, memory_tier_bytes=2 * SIZE) as (store, shard):
+            await store.create_run(a_run())
+            await put(store, shard, "a", 1)
+            async with store.get(RUN, "a") as reader:
+                handle = os.open(reader.path, os.O_RDONLY)
+            assert os.fstat(handle).st_blocks > 0
+            await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=60, now=time.monotonic())
+            assert os.fstat(handle).st_blocks > 0  # waits to be written again
+            await store.allocate_segment(RUN, "b", [BufferSpec("w", "U8", (2 * SIZE,))])
+            assert (os.fstat(handle).st_nlink, os.fstat(handle).st_blocks) == (0, 0)
+            os.close(handle)
+
+    async def test_a_file_that_is_removed_while_it_is_read_keeps_its_content(self, tmp_path):
+        async with serving(tmp_path) as (store, shard):
+            await store.create_run(a_run())
+            await put(store, shard, "a", 1)
+            async with store.get(RUN, "a") as reader:
+                await store.delete_run(RUN)
+                assert bytes(reader.buffers["w"].data) == bytes(buffer(1).data)
 
 
 class TestCopiesOnDisk:

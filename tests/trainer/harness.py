@@ -180,7 +180,7 @@ class Policy:
         with path.open("wb") as file:
             file.truncate(layout.size_bytes)
         return rank_pb2.MappedSegment(
-            kind=kind, key=str(path), path=str(path), buffers=layout.buffers
+            kind=kind, key=str(path), path=str(path), buffers=layout.buffers, in_memory=True
         )
 
     async def export(self, *kinds: str) -> dict[str, rank_pb2.MappedSegment]:

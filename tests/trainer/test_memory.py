@@ -33,7 +33,11 @@ def renamed(
     """The same files under other names, so that their content is not found where it lies."""
     return {
         kind: rank_pb2.MappedSegment(
-            kind=kind, key=f"{segment.key}-{name}", path=segment.path, buffers=segment.buffers
+            kind=kind,
+            key=f"{segment.key}-{name}",
+            path=segment.path,
+            buffers=segment.buffers,
+            in_memory=True,
         )
         for kind, segment in state.items()
     }

@@ -10,6 +10,8 @@ import pytest
 from trainer.harness import Row, write_model
 from trainer.service_harness import start_cluster
 
+from scripts.peak_memory import PeakMemory, own_bytes
+
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(1200), pytest.mark.long]
 
 SMOLLM_135M = {
@@ -33,12 +35,6 @@ def rows() -> list[Row]:
     ]
 
 
-def largest_size_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 async def test_eight_rows_of_256_tokens_of_a_135m_policy_take_less_than_four_gib(
     tmp_path: Path, proves: Callable[[str], None]
 ) -> None:
@@ -48,13 +44,14 @@ async def test_eight_rows_of_256_tokens_of_a_135m_policy_take_less_than_four_gib
         tmp_path / "cluster", slots=1, verify_swaps="false", collective_timeout_s=300
     ) as cluster:
         run = await cluster.make_run({"p": {}}, {"p": model})
-        await run.first_commit("p")
-        record = await run.micro_batch("p", rows(), batch=0)
-        await run.bind("p", ["slot0"])
-        assert (await run.compute(record)).counts.num_tokens == ROWS * RESPONSE
-        await run.apply("p", 0, [record.micro_batch_id])
         (slot,) = (await cluster.trainer.get_status()).slots
-        peak = largest_size_bytes(slot.pid)
+        with PeakMemory(slot.pid, size=own_bytes, interval_s=0.02) as memory:
+            await run.first_commit("p")
+            record = await run.micro_batch("p", rows(), batch=0)
+            await run.bind("p", ["slot0"])
+            assert (await run.compute(record)).counts.num_tokens == ROWS * RESPONSE
+            await run.apply("p", 0, [record.micro_batch_id])
         await run.suspend("p")
+    peak = memory.peak_bytes
     proves(f"8 rows of 256 tokens of a 135M policy: {peak / GIB:.2f} GiB at most")
-    assert peak < 4 * GIB
+    assert 1 * GIB < peak < 4 * GIB

@@ -19,6 +19,7 @@ from flexmarl.api.rollout.v1.rollout_pb2_grpc import (
     add_RolloutServiceServicer_to_server,
 )
 from flexmarl.client.bundle import folder_hash
+from flexmarl.client.mappings import KeptMappings
 from flexmarl.client.segments import SegmentReader
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import server_options
@@ -34,6 +35,7 @@ class FolderStore:
 
     def __init__(self, address: str) -> None:
         self.folder = Path(address)
+        self._mappings = KeptMappings(writable=False)
 
     async def open_segment(self, run_id: str, key: str, *, holder: str) -> SegmentReader:
         view = self.folder / f"{key}.view"
@@ -46,7 +48,7 @@ class FolderStore:
         async def give_back(_: str) -> None:
             lease.unlink()
 
-        return SegmentReader(response, give_back)
+        return SegmentReader(response, give_back, self._mappings)
 
     async def get_run(self, run_id: str):
         raise DomainError(ErrorReason.RUN_NOT_FOUND, f"no run {run_id}")
@@ -55,7 +57,7 @@ class FolderStore:
         raise DomainError(ErrorReason.OBJECT_NOT_FOUND, f"no object {key}")
 
     async def close(self) -> None:
-        pass
+        self._mappings.close()
 
 
 def publish(folder: Path, key: str, load: pb.EngineLoad) -> ObjectRef:

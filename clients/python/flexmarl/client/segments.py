@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Generic, Self, TypeVar
@@ -53,14 +54,19 @@ class MappedSegment:
         Returns:
             False when a view is still in use; the mapping then lives on until that view is gone.
         """
+        _release(self._whole, self.buffers)
         try:
-            for buffer in self.buffers.values():
-                buffer.data.release()
-            self._whole.release()
             self._map.close()
         except BufferError:
             return False
         return True
+
+
+def _release(whole: memoryview, buffers: Mapping[str, Buffer]) -> None:
+    """Release the views of a segment, but those that somebody uses, such as a tensor."""
+    for view in (*(buffer.data for buffer in buffers.values()), whole):
+        with suppress(BufferError):
+            view.release()
 
 
 def views(whole: memoryview, buffers: Iterable[pb.NamedBuffer]) -> Mapping[str, Buffer]:
@@ -83,11 +89,17 @@ class SegmentReader:
     """A sealed segment under a lease; `close`, or the end of `async with`, gives it back."""
 
     def __init__(
-        self, view: pb.OpenSegmentResponse, give_back: Callable[[str], Awaitable[None]]
+        self,
+        view: pb.OpenSegmentResponse,
+        give_back: Callable[[str], Awaitable[None]],
+        mappings: KeptMappings,
     ) -> None:
         self.view = view
         self._give_back = give_back
-        self._mapped = MappedSegment(view.path, view.buffers)
+        self._mappings = mappings
+        self._kept: Kept | None = mappings.map(view.path)
+        self._whole = memoryview(self._kept.map)
+        self._buffers = views(self._whole, view.buffers)
 
     @property
     def path(self) -> str:
@@ -102,7 +114,7 @@ class SegmentReader:
     @property
     def buffers(self) -> Mapping[str, Buffer]:
         """Read-only views by name; valid until `close`."""
-        return self._mapped.buffers
+        return self._buffers
 
     @property
     def attributes(self) -> Mapping[str, str]:
@@ -111,11 +123,15 @@ class SegmentReader:
 
     def content_hash(self) -> str:
         """Hash of the content, computed now."""
-        return self._mapped.content_hash()
+        return content_hash(self._buffers.values())
 
     async def close(self) -> None:
         """Unmap and give the lease back; kept while a view is in use, so its pages stay."""
-        if self._mapped.close():
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        _release(self._whole, self._buffers)
+        if self._mappings.keep(kept):
             await self._give_back(self.view.lease_id)
         else:
             _log.warning("segment %s is still in use: its lease is kept", self.view.object.key)
@@ -154,17 +170,27 @@ class SegmentWriter:
         self._seal = seal
         self._then: Callable[[], Awaitable[common_pb2.ObjectRef]] | None = None
         self._mappings = mappings
-        self._kept: Kept | None = mappings.map(allocated.path)
-        self._buffers = views(memoryview(self._kept.map), buffers)
+        self._kept: Kept | None = None
+        self._has_ended = False
+        self._whole = memoryview(b"")
+        self._buffers: Mapping[str, Buffer] = {}
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
-        """Writable views by name; valid until `seal`."""
+        """Writable views by name; valid until `seal`.
+
+        Mapped when they are asked for: who has others fill the file needs its path alone.
+        """
+        if self._kept is None and not self._has_ended:
+            self._kept = self._mappings.map(self.path)
+            self._kept.populate(0, len(self._kept.map))
+            self._whole = memoryview(self._kept.map)
+            self._buffers = views(self._whole, self.layout)
         return self._buffers
 
     def content_hash(self) -> str:
         """Hash of what is written so far; give it to `seal`."""
-        return content_hash(self._buffers.values())
+        return content_hash(self.buffers.values())
 
     async def seal(self, *, checksum: str = "") -> common_pb2.ObjectRef:
         """Publish; without a checksum the store computes it beside.
@@ -184,17 +210,12 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Give the views up without publishing."""
+        self._has_ended = True
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        try:
-            for buffer in self._buffers.values():
-                buffer.data.release()
-        except BufferError:
-            # A view is still in use, such as a tensor over it: the mapping is not used again.
-            kept.close()
-        else:
-            self._mappings.keep(kept)
+        _release(self._whole, self._buffers)
+        self._mappings.keep(kept)
 
     async def __aenter__(self) -> Self:
         return self

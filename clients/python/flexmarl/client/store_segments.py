@@ -41,6 +41,7 @@ class StoreSegments(ServiceClient):
         if shard:
             self.name_shard(shard)
         self._mappings = KeptMappings()
+        self._read_mappings = KeptMappings(writable=False)
 
     @classmethod
     def connect(cls, address: str, *, patience_s: float = PATIENCE_S, shard: str = "") -> Self:
@@ -57,6 +58,7 @@ class StoreSegments(ServiceClient):
     async def close(self) -> None:
         """Close the connection and unmap what was kept for the next segments."""
         self._mappings.close()
+        self._read_mappings.close()
         await super().close()
 
     async def set(
@@ -164,7 +166,7 @@ class StoreSegments(ServiceClient):
         request = pb.OpenSegmentRequest(run_id=run_id, key=key, holder=holder)
         response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
         try:
-            return SegmentReader(response, self.close_segment)
+            return SegmentReader(response, self.close_segment, self._read_mappings)
         except OSError:  # the file is not on this node
             await self.close_segment(response.lease_id)
             raise

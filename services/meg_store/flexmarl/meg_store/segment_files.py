@@ -117,12 +117,14 @@ class SegmentFiles:
 
         Args:
             file: The file.
-            reusable: Nobody can still have it mapped.
+            reusable: Nobody can still use what is in it.
         """
         self.used_bytes[file.tier] -= self._in_use.pop(file.path, 0)
-        pools = reusable and file.tier == MEMORY and file.size_bytes <= self._pool_max_bytes
-        if not pools or not file.path.exists():
+        if not reusable or file.tier != MEMORY:
             file.path.unlink(missing_ok=True)
+            return
+        if file.size_bytes > self._pool_max_bytes or not file.path.exists():
+            _empty_and_remove(file.path)
             return
         while self.pool_bytes + file.size_bytes > self._pool_max_bytes:
             self._drop_oldest()
@@ -194,7 +196,7 @@ class SegmentFiles:
     def _drop_oldest(self) -> None:
         file = self._pool.pop(0)
         self.pool_bytes -= file.size_bytes
-        file.path.unlink(missing_ok=True)
+        _empty_and_remove(file.path)
 
     def _name(self, key: str, tier: pb.SegmentTier.ValueType) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -228,3 +230,10 @@ def _reserve(path: Path, size_bytes: int) -> None:
             os.posix_fallocate(handle, 0, size_bytes)
     finally:
         os.close(handle)
+
+
+def _empty_and_remove(path: Path) -> None:
+    """Remove a file that nobody uses: its pages go, too, where somebody keeps it mapped."""
+    with suppress(FileNotFoundError):
+        os.truncate(path, 0)
+        path.unlink()

@@ -85,7 +85,11 @@ class StateSegments:
         try:
             yield [
                 rank_pb2.MappedSegment(
-                    kind=kind, key=ref.key, path=reader.path, buffers=reader.view.buffers
+                    kind=kind,
+                    key=ref.key,
+                    path=reader.path,
+                    buffers=reader.view.buffers,
+                    in_memory=reader.view.tier == meg_store_pb2.SEGMENT_TIER_MEMORY,
                 )
                 for (kind, ref), reader in zip(refs.items(), readers, strict=True)
             ]
@@ -156,7 +160,13 @@ class StateTargets:
     def for_ranks(self) -> list[rank_pb2.MappedSegment]:
         """What the ranks map and fill."""
         return [
-            rank_pb2.MappedSegment(kind=kind, key=key, path=writer.path, buffers=writer.layout)
+            rank_pb2.MappedSegment(
+                kind=kind,
+                key=key,
+                path=writer.path,
+                buffers=writer.layout,
+                in_memory=writer.tier == meg_store_pb2.SEGMENT_TIER_MEMORY,
+            )
             for kind, (key, writer) in self._writers.items()
         ]
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.trainer.v1 import rank_pb2
+from flexmarl.client.mappings import KeptMappings
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.child_link import ChildLink
 from flexmarl.runtime.logging import get_logger
@@ -26,6 +27,7 @@ from flexmarl.trainer.rank.memory import DeviceMemory
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.prefetch import Prefetcher
 from flexmarl.trainer.rank.reference import References
+from flexmarl.trainer.rank.segments import SegmentFiles
 from flexmarl.trainer.rank.state_files import StateFiles
 from flexmarl.trainer.rank.transfers import transfers_of
 from flexmarl.trainer.rank.warm import warm
@@ -105,9 +107,12 @@ def _make_worker(
 ) -> tuple[RankWorker, Prefetcher]:
     groups = Groups(position=args["position"], device=device, timeout_s=args["timeout_s"])
     modules = Modules(groups, max_modules=args["max_modules"], device=device)
-    files = StateFiles(transfers_of(device), verify=args["verify"])
-    # Its own files: it works beside, and staging buffers are for one at a time.
-    prefetcher = Prefetcher(memory, StateFiles(transfers_of(device), verify=args["verify"]))
+    segments = SegmentFiles(KeptMappings())
+    files = StateFiles(segments, transfers_of(device), verify=args["verify"])
+    # Its own transfers: it works beside, and staging buffers are for one at a time.
+    prefetcher = Prefetcher(
+        memory, StateFiles(segments, transfers_of(device), verify=args["verify"])
+    )
     worker = RankWorker(
         modules=modules,
         memory=memory,

@@ -11,7 +11,7 @@ import torch
 from flexmarl.api.meg_store.v1 import meg_store_pb2
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.trainer.rank.segments import SegmentFile, opened
+from flexmarl.trainer.rank.segments import SegmentFile, SegmentFiles
 from flexmarl.trainer.rank.transfers import Transfers
 from flexmarl.trainer.state_layout import Block, Copy, plan_copies
 
@@ -34,12 +34,14 @@ class StateFiles:
     """Loads and stores blocks of state.
 
     Args:
+        segments: Opens files.
         transfers: Between device and files.
         verify: Read back what was stored and compare checksums: a swap that changed a bit is an
             error then, at the price of about a third of the rate.
     """
 
-    def __init__(self, transfers: Transfers, *, verify: bool) -> None:
+    def __init__(self, segments: SegmentFiles, transfers: Transfers, *, verify: bool) -> None:
+        self._segments = segments
         self._transfers = transfers
         self._verify = verify
 
@@ -56,7 +58,7 @@ class StateFiles:
                 CHECKSUM_MISMATCH.
         """
         copies = _plan(segment, block)
-        with opened(segment, write=False) as file:
+        with self._segments.opened(segment, write=False) as file:
             for copy in copies:
                 self._transfers.load(file, copy.file, _cut(memory, copy))
 
@@ -73,7 +75,7 @@ class StateFiles:
         Raises:
             DomainError: As `load`.
         """
-        with opened(segment, write=False) as file:
+        with self._segments.opened(segment, write=False) as file:
             for copy in _in_pieces(_plan(segment, block)):
                 piece = torch.empty(copy.size_bytes, dtype=torch.uint8, device=device)
                 self._transfers.load(file, copy.file, piece)
@@ -91,7 +93,7 @@ class StateFiles:
         Raises:
             DomainError: DISK_FULL, SEGMENT_NOT_FOUND, CHECKSUM_MISMATCH.
         """
-        with opened(segment, write=True) as file:
+        with self._segments.opened(segment, write=True) as file:
             for offset, part in rows:
                 self._put(file, segment, offset, part)
 

@@ -204,12 +204,15 @@ class MappedSegment(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
+    IN_MEMORY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"master", "moments", "gradients" or "weights"."""
     key: _builtins.str
     """Key, the name of the immutable content."""
     path: _builtins.str
     """Absolute path."""
+    in_memory: _builtins.bool
+    """Whether it is of the memory tier: the store reserved its pages, and gives the file out again."""
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[_meg_store_pb2.NamedBuffer]:
         """Layout."""
@@ -221,10 +224,11 @@ class MappedSegment(_message.Message):
         key: _builtins.str = ...,
         path: _builtins.str = ...,
         buffers: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
+        in_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "key", b"key", "kind", b"kind", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "in_memory", b"in_memory", "key", b"key", "kind", b"kind", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
