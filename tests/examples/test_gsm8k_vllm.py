@@ -20,11 +20,14 @@ from scripts.peak_memory import PeakMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "gsm8k-vllm"
-SIZE = Size(versions=10, groups=2, samples=4, calls=len(POLICIES))
+SIZE = Size(versions=10, groups=2, samples=3, calls=len(POLICIES))
 KILL_AFTER = 4
 """Versions that are committed before the trainer is killed in the next one's training."""
 
 MEMORY_BOUND_BYTES = 20 << 30
+GAP_BOUND = 1e-3
+"""Of the trainer's log-probs to vLLM's, in float32; seen: a hundredth of it."""
+
 PARTS = ("step_s", "step/rollout_s", "step/training_tail_s", "tokens/sampled", "team_reward")
 
 
@@ -55,6 +58,13 @@ def moves(cluster: Cluster, folder: Path) -> list[str]:
     events: list[dict[str, Any]] = json.loads(out.read_text())["traceEvents"]
     tracks = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
     return [e["name"] for e in events if e["ph"] == "X" and e["pid"] == tracks.get("moves")]
+
+
+def largest_gap(run: Path) -> float:
+    """Of all policies and versions so far."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.open()] if path.exists() else []
+    return max((row[f"train/{p}/logprob_gap_max"] for row in rows for p in POLICIES), default=0.0)
 
 
 def table(rows: list[dict[str, float]]) -> str:
@@ -99,6 +109,7 @@ async def test_ten_versions_on_vllm_with_moves_and_a_killed_trainer(
 
         def has_ended() -> bool:
             cluster.note_processes()
+            assert largest_gap(out / RUN) < GAP_BOUND
             if not killed and num_reports(out / RUN) >= KILL_AFTER and trains(cluster):
                 killed.append(cluster.pid("trainer"))
                 kill(killed[0])

@@ -30,7 +30,8 @@ MAX_CONTEXT = 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_vllm_folder(tmp_path_factory.mktemp("model"))
+    """Its head is its embeddings, under one name: what packs weights must pack both."""
+    return make_vllm_folder(tmp_path_factory.mktemp("model"), tied=True)
 
 
 @pytest.fixture(scope="module")

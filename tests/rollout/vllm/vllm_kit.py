@@ -16,9 +16,9 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def make_vllm_folder(folder: Path) -> Path:
+def make_vllm_folder(folder: Path, *, tied: bool = False) -> Path:
     """A model of 24 tokens with a head size that vLLM's kernels have, and a tokenizer."""
-    make_model_folder(folder)
+    make_model_folder(folder, tied=tied)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

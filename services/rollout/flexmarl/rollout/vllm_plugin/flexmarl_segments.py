@@ -80,6 +80,7 @@ class SegmentEngine(WeightTransferEngine[SegmentInit, SegmentUpdate]):
     def finish_weight_update(self) -> None:
         """Let layers pack what they were given."""
         finalize_layerwise_reload(self.model, self.model_config)
+        _pack_shared(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
@@ -92,6 +93,23 @@ class SegmentEngine(WeightTransferEngine[SegmentInit, SegmentUpdate]):
 
 class WorkerExtension:
     """Makes vLLM import this module in its workers; adds nothing to them."""
+
+
+def _pack_shared(model: torch.nn.Module) -> None:
+    """Pack weights anew that a layer has from another one, such as a head tied to the embeddings.
+
+    On a CPU a layer multiplies with a copy of its weights that it packed once. vLLM packs anew what
+    was loaded; a tied head is loaded under the other layer's name, and would go on with its old copy.
+    """
+    by_memory: dict[int, list[torch.nn.Module]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
+            by_memory.setdefault(weight.data_ptr(), []).append(layer)
+    for layers in by_memory.values():
+        if len(layers) > 1:
+            for layer in layers:
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 def _tensors(update: SegmentUpdate) -> Iterator[tuple[str, torch.Tensor]]:
