@@ -99,7 +99,8 @@ def _pack_shared(model: torch.nn.Module) -> None:
     """Pack weights anew that a layer has from another one, such as a head tied to the embeddings.
 
     On a CPU a layer multiplies with a copy of its weights that it packed once. vLLM packs anew what
-    was loaded; a tied head is loaded under the other layer's name, and would go on with its old copy.
+    was loaded; a tied head is loaded under the other layer's name, and would go on with its old
+    copy.
     """
     by_memory: dict[int, list[torch.nn.Module]] = {}
     for layer in model.modules():
