@@ -1,4 +1,7 @@
-"""The GSM8K example on vLLM: ten versions, instances that change policies, a trainer killed."""
+"""The GSM8K example on vLLM: ten versions, instances that change policies, a trainer killed.
+
+Three policies take turns on one slot.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,7 @@ def table(rows: list[dict[str, float]]) -> str:
 def cluster(tmp_path: Path):
     cluster = Cluster(tmp_path / "cluster")
     cluster.up(
+        slots=1,
         engine_host__vllm_python=PYTHON,
         engine_host__engine_threads=1,
         trainer__threads_per_rank=2,

@@ -67,11 +67,12 @@ class Cluster:
         self.folder = folder
         self.seen: dict[int, float] = {}
 
-    def up(self, **service_settings: object) -> None:
+    def up(self, *, slots: int = 2, **service_settings: object) -> None:
         """Starts it; a setting's name has `__` for dots, such as `meg_store__server__port`."""
         sets = [f"{key.replace('__', '.')}={value}" for key, value in service_settings.items()]
         more = [part for item in sets for part in ("--service-set", item)]
-        done = run_cli("up", "--data-dir", str(self.folder), "--slots", "2", *more, timeout_s=240)
+        where = ("--data-dir", str(self.folder), "--slots", str(slots))
+        done = run_cli("up", *where, *more, timeout_s=240)
         assert done.returncode == 0, done.stdout + done.stderr
         self.note_processes()
 

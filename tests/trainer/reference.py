@@ -72,6 +72,12 @@ def gradient(
     return np.concatenate([parameter.grad.numpy().ravel() for _, parameter in named])
 
 
+def logprobs(lm, row: Row) -> list[float]:
+    """Of a row's response tokens."""
+    with torch.no_grad():
+        return _log_probs(lm, row)[0].tolist()
+
+
 def _log_probs(lm, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.tensor([row.prompt + row.response])
     logits = lm(input_ids=tokens).logits[0, len(row.prompt) - 1 : -1] / row.temperature

@@ -23,6 +23,7 @@ from trainer.harness import (
 )
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.weights_probe import probe_prompt
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -402,3 +403,26 @@ async def test_bfloat16_compute_keeps_float32_masters_and_finite_gradients(
         sums[dtype] = flat((await policy.export("gradients"))["gradients"])
     gap = np.linalg.norm(sums["bfloat16"] - sums["float32"]) / np.linalg.norm(sums["float32"])
     assert 1e-6 < gap < 0.1
+
+
+@MEMBERS
+async def test_weights_say_what_they_answer_to_the_probe_where_an_engine_cannot_be_read_back(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    silent = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await silent.bind()
+    assert not (await silent.apply(0.0))[1].probe_logprobs
+    await silent.unbind()
+    config = policy_config(tiny_model, rollout={"engine": "vllm"})
+    policy = Policy(ranks, config, tiny_model, members)
+    await policy.bind()
+    answers = []
+    for update in range(3):
+        await policy.add(make_rows(6), f"m{update}")
+        targets, written = await policy.apply(10.0, update)
+        answers.append(list(written.probe_logprobs))
+        model = reference.build(tiny_model, read(targets["weights"]), torch.float32)
+        prompt = probe_prompt(model.config.vocab_size)
+        expected = reference.logprobs(model, Row(prompt[:1], prompt[1:], [], advantage=0.0))
+        assert answers[-1] == pytest.approx(expected, abs=1e-5)
+    assert answers[0] != answers[1] != answers[2]

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, EngineOptions
 from flexmarl.core.errors import DomainError
+from flexmarl.core.weights_probe import probe_prompt
 from flexmarl.rollout.engines.admission import Admission
 from flexmarl.rollout.engines.base import EngineBrokenError
 from flexmarl.rollout.engines.http_json import HttpServer
@@ -64,7 +65,7 @@ class Subject:
 
 def vllm_subject(folder, scratch) -> Subject:
     server = CompletionServer(scratch / "s")
-    backend = VllmBackend(HttpServer(server.base), vocab_size=24, seeded=True)
+    backend = VllmBackend(HttpServer(server.base), vocab_size=24, dtype="float32", seeded=True)
     backend.prepare()
     woken = threading.Event()
     engine = RemoteEngine(
@@ -142,6 +143,13 @@ def test_a_server_that_computes_as_before_is_not_served(vllm):
         vllm.engine.load(vllm.weights(0))
 
 
+def test_weights_that_answer_otherwise_than_the_trainer_said_are_not_served(vllm):
+    load = vllm.weights(0)
+    load.probe_logprobs.extend([-1.0] * (len(probe_prompt(24)) - 1))
+    with pytest.raises(EngineBrokenError, match="other weights than it was given"):
+        vllm.engine.load(load)
+
+
 def test_a_load_that_fails_half_way_ends_the_engine(vllm):
     serve(vllm, 0)
     vllm.server.fail_with = 500
@@ -151,7 +159,7 @@ def test_a_load_that_fails_half_way_ends_the_engine(vllm):
 
 def test_keep_freezes_and_resume_goes_on(vllm):
     serve(vllm, 0)
-    backend = VllmBackend(HttpServer(vllm.server.base), vocab_size=24, seeded=True)
+    backend = VllmBackend(HttpServer(vllm.server.base), vocab_size=24, dtype="float32", seeded=True)
     vllm.server.most_tokens = 5
     vllm.engine.submit([request("a", [1], max_tokens=40)])
     end = time.monotonic() + 20

@@ -17,8 +17,9 @@ from rollout.engines.engine_kit import (
 from rollout.vllm.vllm_kit import PYTHON, make_vllm_folder, needs_vllm
 
 from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, VllmOptions
+from flexmarl.core.weights_probe import probe_prompt
 from flexmarl.rollout.engines.admission import Admission
-from flexmarl.rollout.engines.base import EngineSettings
+from flexmarl.rollout.engines.base import EngineBrokenError, EngineSettings
 from flexmarl.rollout.engines.remote_engine import RemoteEngine
 from flexmarl.rollout.engines.vllm_engine import VllmBackend
 from flexmarl.rollout.engines.vllm_process import VllmProcess, command_line, new_socket_path
@@ -51,7 +52,7 @@ def backend(folder):
     process = VllmProcess(command, socket=socket, on_exit=lambda code: None)
     try:
         process.wait_ready()
-        backend = VllmBackend(process.server, vocab_size=24, seeded=True)
+        backend = VllmBackend(process.server, vocab_size=24, dtype="float32", seeded=True)
         backend.prepare()
         yield backend
     finally:
@@ -128,6 +129,19 @@ def test_log_probs_equal_hugging_face_at_every_version(subject):
             if result.finish_reason == "stop":  # D5: the sampled end token keeps its log-prob
                 assert result.tokens[-1] == 5 and 5 not in result.tokens[:-1]
     assert reasons == {"stop", "length"}
+
+
+def test_the_probe_is_what_hugging_face_computes_with_the_weights(subject):
+    prompt = probe_prompt(24)
+    for content, said, served in ((11, 11, True), (12, 11, False), (12, 12, True)):
+        model = reference_model(subject.folder, seed=said)
+        load = subject.weights(1 + content, content=content)
+        load.probe_logprobs.extend(reference_logprobs(model, prompt[:1], prompt[1:], 1.0))
+        if served:
+            assert not subject.engine.load(load).HasField("failure")
+        else:
+            with pytest.raises(EngineBrokenError, match="other weights than it was given"):
+                subject.engine.load(load)
 
 
 def test_a_repeated_prompt_is_not_answered_from_the_cache_of_other_weights(subject):

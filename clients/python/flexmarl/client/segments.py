@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
@@ -21,6 +21,12 @@ from flexmarl.client.buffers import Buffer, content_hash, spec_of
 from flexmarl.client.mappings import Kept, KeptMappings
 
 _log = logging.getLogger(__name__)
+
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+
+_Seal = Callable[
+    [Sequence[pb.NamedBuffer], str, Mapping[str, str]], Awaitable[common_pb2.ObjectRef]
+]
 
 
 class MappedSegment:
@@ -159,7 +165,7 @@ class SegmentWriter:
         self,
         allocated: pb.AllocateSegmentResponse,
         buffers: Sequence[pb.NamedBuffer],
-        seal: Callable[[Sequence[pb.NamedBuffer], str], Awaitable[common_pb2.ObjectRef]],
+        seal: _Seal,
         mappings: KeptMappings,
     ) -> None:
         self.path = allocated.path
@@ -192,14 +198,20 @@ class SegmentWriter:
         """Hash of what is written so far; give it to `seal`."""
         return content_hash(self.buffers.values())
 
-    async def seal(self, *, checksum: str = "") -> common_pb2.ObjectRef:
+    async def seal(
+        self, *, checksum: str = "", attributes: Mapping[str, str] = _NOTHING
+    ) -> common_pb2.ObjectRef:
         """Publish; without a checksum the store computes it beside.
+
+        Args:
+            checksum: Of the content.
+            attributes: More facts beside those named when it was allocated.
 
         Raises:
             FlexMarlError: SEGMENT_NOT_FOUND when another process took the key over.
         """
         self.abandon()
-        self.object = await self._seal(self.layout, checksum)
+        self.object = await self._seal(self.layout, checksum, attributes)
         if self._then is not None:
             self.object = await self._then()
         return self.object

@@ -127,9 +127,11 @@ class StoreSegments(ServiceClient):
             ),
         )
 
-        async def seal(buffers: Sequence[pb.NamedBuffer], checksum: str) -> common_pb2.ObjectRef:
+        async def seal(
+            buffers: Sequence[pb.NamedBuffer], checksum: str, more: Mapping[str, str]
+        ) -> common_pb2.ObjectRef:
             return await self.seal_segment(
-                run_id, key, buffers, checksum=checksum, attributes=attributes
+                run_id, key, buffers, checksum=checksum, attributes={**attributes, **more}
             )
 
         return SegmentWriter(response, layout.buffers, seal, self._mappings)

@@ -128,7 +128,7 @@ class PolicyState:
             replies = await self._command(rank_pb2.RankCommand(apply=apply))
         self._has_moments = True
         written = replies[0].written
-        refs = await targets.seal(weights_hash=written.weights_hash)
+        refs = await targets.seal(written)
         seconds = largest([reply.written.seconds for reply in replies])
         metrics = dict(written.metrics)
         if "skipped" not in metrics:
@@ -154,9 +154,9 @@ class PolicyState:
         async with self._targets(kinds, version=0) as targets:
             export = rank_pb2.RankExport(targets=targets.for_ranks())
             replies = await self._command(rank_pb2.RankCommand(export=export))
-            weights_hash = replies[0].written.weights_hash
-            refs = await targets.seal(weights_hash=weights_hash)
-        record = records.first_state(self._parts.claim, refs, weights_hash=weights_hash)
+            written = replies[0].written
+            refs = await targets.seal(written)
+        record = records.first_state(self._parts.claim, refs, weights_hash=written.weights_hash)
         await self._write(record, Ledger(batch=0))
         return seconds
 

@@ -13,6 +13,7 @@ from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient
+from flexmarl.core.weights_probe import PROBE_ATTRIBUTE, write_probe
 from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.totals import IN, OUT, Traffic
 
@@ -170,11 +171,18 @@ class StateTargets:
             for kind, (key, writer) in self._writers.items()
         ]
 
-    async def seal(self, *, weights_hash: str = "") -> dict[str, common_pb2.ObjectRef]:
-        """Publishes them; weights carry their hash, the others' the store computes beside."""
+    async def seal(
+        self, written: rank_pb2.RankWritten | None = None
+    ) -> dict[str, common_pb2.ObjectRef]:
+        """Publishes them.
+
+        Args:
+            written: What rank 0 says of the weights, which carry their hash and what they answer to
+                the probe; the others' hashes the store computes beside.
+        """
         refs = await asyncio.gather(
             *(
-                writer.seal(checksum=weights_hash if kind == "weights" else "")
+                _seal(writer, None if kind != "weights" else written)
                 for kind, (_, writer) in self._writers.items()
             )
         )
@@ -186,3 +194,14 @@ class StateTargets:
         for _, writer in self._writers.values():
             if writer.object is None:
                 writer.abandon()
+
+
+async def _seal(
+    writer: SegmentWriter, written: rank_pb2.RankWritten | None
+) -> common_pb2.ObjectRef:
+    if written is None:
+        return await writer.seal()
+    attributes = {}
+    if written.probe_logprobs:
+        attributes[PROBE_ATTRIBUTE] = write_probe(written.probe_logprobs)
+    return await writer.seal(checksum=written.weights_hash, attributes=attributes)

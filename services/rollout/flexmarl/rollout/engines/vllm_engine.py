@@ -2,8 +2,9 @@
 
 Weights are checked by content before vLLM sees them, then handed over by path in the four phases of
 vLLM's weight transfer protocol, with everything at the server aborted and its caches reset. They
-are served only when vLLM names the version and a probe prompt shows that they arrived: finite
-log-probs, and at the first load other ones than those of the random weights that vLLM started with.
+are served only when vLLM names the version and a probe prompt shows that they arrived: its
+log-probs are those that the trainer computed with them. Where the trainer computed none they must
+be finite, and at the first load other ones than those of the random weights that vLLM started with.
 A failure after the first byte went over leaves weights of no version: then the process ends, and is
 started again with the last order.
 """
@@ -11,7 +12,6 @@ started again with the last order.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from typing import Final
 
 from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, GenerateRequest
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.weights_probe import probe_fault, probe_prompt
 from flexmarl.rollout.engines.admission import WAITING_PER_SLOT, Admission
 from flexmarl.rollout.engines.base import EngineBrokenError, EngineSettings
 from flexmarl.rollout.engines.completions import completion_body, read_completion
@@ -41,8 +42,6 @@ _CONTROL_TIMEOUT_S: Final = 120.0
 _GENERATE_TIMEOUT_S: Final = 3600.0
 """Longest silence of a generation; its own deadline is kept by the host, which aborts it."""
 
-_PROBE_TOKENS: Final = 24
-
 
 def build(settings: EngineSettings, wake: Callable[[], None]) -> RemoteEngine:
     """Start vLLM on the model's folder, without weights.
@@ -61,7 +60,12 @@ def build(settings: EngineSettings, wake: Callable[[], None]) -> RemoteEngine:
     process = VllmProcess(
         command_line(settings, options, socket=socket), socket=socket, on_exit=_end_with
     )
-    backend = VllmBackend(process.server, vocab_size=shape.vocab_size, seeded=options.seeded)
+    backend = VllmBackend(
+        process.server,
+        vocab_size=shape.vocab_size,
+        dtype=settings.dtype,
+        seeded=options.seeded,
+    )
     try:
         process.wait_ready()
         backend.prepare()
@@ -87,13 +91,15 @@ class VllmBackend:
     Args:
         server: Where it listens.
         vocab_size: Of the model.
+        dtype: Of its weights.
         seeded: Whether requests carry their seed.
     """
 
-    def __init__(self, server: HttpServer, *, vocab_size: int, seeded: bool) -> None:
+    def __init__(self, server: HttpServer, *, vocab_size: int, dtype: str, seeded: bool) -> None:
         self._server = server
+        self._dtype = dtype
         self._seeded = seeded
-        self._probe_prompt = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
+        self._probe_prompt = probe_prompt(vocab_size)
         self._random_probe: list[float] | None = None
 
     def prepare(self) -> None:
@@ -193,8 +199,8 @@ class VllmBackend:
         if served != _version_text(load):
             raise ValueError(f"vLLM says that it serves {served!r}")
         probe = self.probe(salt=load.weights_hash)
-        if not all(math.isfinite(logprob) for logprob in probe):
-            raise ValueError("log-probs of the probe are not finite")
+        if fault := probe_fault(load.probe_logprobs, probe, dtype=self._dtype):
+            raise ValueError(fault)
         if self._random_probe == probe:
             raise ValueError("vLLM computes as with the random weights that it started with")
         self._random_probe = None

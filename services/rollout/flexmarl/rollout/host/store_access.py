@@ -14,6 +14,7 @@ from flexmarl.client.bundle import materialise
 from flexmarl.client.segments import SegmentReader
 from flexmarl.core.engine_host_events import InstanceWanted, LoadEngine
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.weights_probe import read_probe
 
 
 class Store(Protocol):
@@ -105,6 +106,7 @@ class StoreAccess:
             message = f"segment {key} cannot be mapped on this node: {error.strerror}"
             raise DomainError(ErrorReason.SEGMENT_NOT_FOUND, message, {"key": key}) from error
         load.path = segment.path
+        load.probe_logprobs.extend(read_probe(segment.attributes))
         load.buffers.extend(
             EngineBuffer(
                 name=buffer.name,

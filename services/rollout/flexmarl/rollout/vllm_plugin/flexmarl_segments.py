@@ -102,7 +102,7 @@ def _pack_shared(model: torch.nn.Module) -> None:
     was loaded; a tied head is loaded under the other layer's name, and would go on with its old
     copy.
     """
-    by_memory: dict[int, list[torch.nn.Module]] = {}
+    by_memory: dict[int, list[Any]] = {}
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():

@@ -27,6 +27,7 @@ from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.optimizer import step
 from flexmarl.trainer.rank.packing import Rows
 from flexmarl.trainer.rank.pass_size import max_tokens_of
+from flexmarl.trainer.rank.probe import probe_logprobs
 from flexmarl.trainer.rank.reference import Reference, References
 from flexmarl.trainer.rank.residence import Resident
 from flexmarl.trainer.rank.state_files import StateFiles, rows_of, weight_rows
@@ -159,7 +160,8 @@ class RankWorker:
         bound.state.total = None
         seconds["step"] = time.perf_counter() - now
         written = self._export(bound, command.targets, seconds)
-        return rank_pb2.RankWritten(weights_hash=written, metrics=metrics, seconds=seconds)
+        written.metrics.update(metrics)
+        return written
 
     def export(self, command: rank_pb2.RankExport) -> rank_pb2.RankWritten:
         """Writes state into segments."""
@@ -167,10 +169,8 @@ class RankWorker:
         if self._frozen is not None:
             (target,) = command.targets
             self._files.store(target, weight_rows(target, self._frozen))
-            written = _hash(target, seconds)
-        else:
-            written = self._export(self._require_trained(), command.targets, seconds)
-        return rank_pb2.RankWritten(weights_hash=written, seconds=seconds)
+            return rank_pb2.RankWritten(weights_hash=_hash(target, seconds), seconds=seconds)
+        return self._export(self._require_trained(), command.targets, seconds)
 
     def unbind(self) -> rank_pb2.RankUnbound:
         """Drops the sum and leaves the memory: afterwards nothing of it is in use."""
@@ -241,7 +241,7 @@ class RankWorker:
         bound: Trained,
         targets: Iterable[rank_pb2.MappedSegment],
         seconds: dict[str, float],
-    ) -> str:
+    ) -> rank_pb2.RankWritten:
         by_kind = {target.kind: target for target in targets}
         started = time.perf_counter()
         failure = None
@@ -258,8 +258,15 @@ class RankWorker:
                 moments=by_kind["moments"].key,
                 members=bound.members,
             )
-        weights = by_kind.get("weights")
-        return "" if weights is None or bound.rank != 0 else _hash(weights, seconds)
+        written = rank_pb2.RankWritten()
+        if (weights := by_kind.get("weights")) is not None:
+            if bound.config.rollout.engine == "vllm":
+                written.probe_logprobs.extend(
+                    probe_logprobs(bound.resident.model, device=self._device)
+                )
+            written.weights_hash = _hash(weights, seconds) if bound.rank == 0 else ""
+        written.seconds.update(seconds)
+        return written
 
     def _store(self, bound: Trained, targets: dict[str, rank_pb2.MappedSegment]) -> None:
         """Writes all kinds, also after one that failed: ranks of other nodes hand theirs over."""

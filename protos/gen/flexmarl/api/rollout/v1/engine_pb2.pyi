@@ -1038,6 +1038,7 @@ class EngineLoad(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PROBE_LOGPROBS_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Id to answer with."""
     path: _builtins.str
@@ -1052,6 +1053,12 @@ class EngineLoad(_message.Message):
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineBuffer]:
         """Layout, one per parameter."""
 
+    @_builtins.property
+    def probe_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probabilities that the weights give the probe prompt, from the trainer; empty when it made
+        none, because the engine's memory can be read back, or for a frozen policy.
+        """
+
     def __init__(
         self,
         *,
@@ -1061,10 +1068,11 @@ class EngineLoad(_message.Message):
         version: _builtins.int = ...,
         weights_hash: _builtins.str = ...,
         policy: _builtins.str = ...,
+        probe_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "load_id", b"load_id", "path", b"path", "policy", b"policy", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "load_id", b"load_id", "path", b"path", "policy", b"policy", "probe_logprobs", b"probe_logprobs", "version", b"version", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -761,6 +761,7 @@ class RankWritten(_message.Message):
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    PROBE_LOGPROBS_FIELD_NUMBER: _builtins.int
     weights_hash: _builtins.str
     """Content hash of the weights segment, from rank 0; empty when none was written."""
     @_builtins.property
@@ -771,16 +772,23 @@ class RankWritten(_message.Message):
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds by part."""
 
+    @_builtins.property
+    def probe_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probabilities that the weights give the probe prompt, for engines that cannot be read back;
+        empty for others.
+        """
+
     def __init__(
         self,
         *,
         weights_hash: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        probe_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "seconds", b"seconds", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "probe_logprobs", b"probe_logprobs", "seconds", b"seconds", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
