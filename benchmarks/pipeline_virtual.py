@@ -525,7 +525,9 @@ class VirtualRun:
         self._at(self._config.rollout.balance.interval_s, self._look)
         if self._moving or not self._open:
             return
-        move = self._balancer.decide(self._monitor.observe(self.now), self.now)
+        loads = self._monitor.observe(self.now)
+        coming = self._dispatcher.learning.coming()
+        move = self._balancer.decide(loads, self.now, coming=coming)
         if move is not None and self._begin_move(move):
             self._balancer.moved(move.giver, move.receiver, self.now)
 

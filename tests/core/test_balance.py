@@ -56,7 +56,7 @@ def test_the_slowest_queue_gets_an_instance_from_who_misses_it_least():
     move = balancer().decide(loads, 0.0)
     assert (move.giver, move.receiver, move.restart) == ("idle", "busy", False)
     assert move.gain_s == pytest.approx(20.0 - 4000 / 300)
-    assert "busy takes 20.00 s with 2 instances" in move.reason
+    assert "busy takes 20.00 s for its queue with 2 instances" in move.reason
 
 
 def test_who_has_more_places_than_requests_gives_for_nothing():
@@ -136,6 +136,44 @@ def test_what_was_moved_stays_for_a_while():
     # Who gave takes nothing back from whom it gave to, but from others.
     b.moved("c", "a", 20.0)
     assert b.decide([load("c", waiting=50, work=4000), load("a"), load("b")], 21.0).giver == "b"
+
+
+def test_what_samples_will_still_ask_counts_where_queues_are_short():
+    short = [load("hot", waiting=3, work=300), load("cold", instances=4, work=100)]
+    # 1.5 s fall to 1 s: less than a move costs with its margin.
+    assert balancer().decide(short, 0.0) is None
+    coming = {"hot": 8000.0, "cold": 800.0}
+    move = balancer().decide(short, 0.0, coming=coming)
+    assert (move.giver, move.receiver) == ("cold", "hot")
+    assert move.gain_s == pytest.approx(8000 / 200 - 8000 / 300)
+    assert "40.00 s for the rest of its batch with 2 instances" in move.reason
+    # Who needs as much gives nothing, nor does anybody while nothing is known.
+    assert balancer().decide(short, 0.0, coming={"hot": 800.0, "cold": 8000.0}) is None
+    assert balancer(rule="queue_gap").decide(short, 0.0, coming=coming) is None
+
+
+def test_who_has_calls_keeps_what_the_rest_of_its_batch_needs():
+    loads = [load("hot", waiting=90, work=9000), load("cold", waiting=1, work=200)]
+    assert balancer().decide(loads, 0.0).giver == "cold"
+    needs = {"hot": 12_000.0, "cold": 8000.0}  # 60 s with two; 80 s with one
+    assert balancer().decide(loads, 0.0, coming=needs) is None
+    assert balancer().decide(loads, 0.0, coming={**needs, "cold": 5000.0}).giver == "cold"
+    # Nobody has called it, and nobody knows when that will be: until then it is of use elsewhere.
+    idle = [loads[0], load("cold")]
+    assert balancer().decide(idle, 0.0, coming=needs).giver == "cold"
+    # A policy without an instance comes before all that.
+    none = [load("hot", instances=0, waiting=1, work=5), loads[1]]
+    assert balancer().decide(none, 0.0, coming=needs).giver == "cold"
+
+
+def test_all_work_of_a_batch_is_carried_by_all_places():
+    rest = load("p", instances=2, work=100, running=1, places=4).with_all(6400.0)
+    assert (rest.drain_s, rest.drain_with_less_s) == (8.0, 16.0)
+    assert rest.drain_with_more_s == pytest.approx(6400 / 1200)
+    assert rest.work_tokens == 6400
+    alone, nobody = (load("p", instances=n).with_all(100.0) for n in (1, 0))
+    assert (alone.drain_s, alone.drain_with_less_s) == (1.0, inf)
+    assert (nobody.drain_s, nobody.drain_with_more_s) == (inf, 1.0)
 
 
 def test_queue_gap_compares_queues_alone():

@@ -1,7 +1,8 @@
 """What is learnt per agent and policy: response lengths, paths to the end, work per sample.
 
 Averages move by a fixed share with each new value, so they follow a policy that learns to answer
-shorter. All lengths are tokens.
+shorter. What open samples have cost so far is summed beside, so that what they will still cost is
+known without a walk over them. All lengths are tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class AgentLearning:
         self._paths: dict[str, float] = {}
         self._demands: dict[str, float] = {}
         self._samples: dict[str, list[_Step]] = {}
+        self._spent: dict[str, int] = {}
 
     def response_tokens(self, agent: str, *, default: float) -> float:
         """Expected length of an agent's response; `default` before the first."""
@@ -38,6 +40,23 @@ class AgentLearning:
     def demands(self) -> Mapping[str, float]:
         """Average tokens, prompts included, that a sample costs of each policy."""
         return self._demands
+
+    def coming(self) -> dict[str, float]:
+        """Tokens that open samples are expected to cost yet of each policy whose demand is known.
+
+        What is ready or running counts as coming. A sample is open from its first call on; one that
+        costs more than the average takes from what others are expected to cost, never below 0.
+        """
+        num_open, spent = len(self._samples), self._spent
+        return {
+            policy: max(num_open * demand - spent.get(policy, 0), 0.0)
+            for policy, demand in self._demands.items()
+        }
+
+    def called(self, sample_id: str) -> None:
+        """A sample has made a call; empty when it is nobody's."""
+        if sample_id:
+            self._samples.setdefault(sample_id, [])
 
     def finished(
         self,
@@ -64,11 +83,8 @@ class AgentLearning:
         self._learn(self._responses, agent, num_tokens)
         if sample_id:
             step = (vertex_id, agent, policy, upstream_ids, num_prompt_tokens, num_tokens)
-            steps = self._samples.get(sample_id)
-            if steps is None:
-                self._samples[sample_id] = [step]
-            else:
-                steps.append(step)
+            self._samples.setdefault(sample_id, []).append(step)
+            self._spent[policy] = self._spent.get(policy, 0) + num_prompt_tokens + num_tokens
 
     def sample_ended(self, sample_id: str, *, whole: bool) -> None:
         """Learns from the paths of a sample.
@@ -77,8 +93,10 @@ class AgentLearning:
             sample_id: Sample.
             whole: False for one that was cut or failed: its paths are shorter than they are.
         """
-        steps = self._samples.pop(sample_id, None)
-        if steps is None or not whole:
+        steps = self._samples.pop(sample_id, ())
+        for _, _, policy, _, num_prompt_tokens, num_tokens in steps:
+            self._spent[policy] -= num_prompt_tokens + num_tokens
+        if not steps or not whole:
             return
         behind: dict[str, int] = {}  # longest path after a vertex
         costs = dict.fromkeys(self._demands, 0)

@@ -5,7 +5,10 @@ Rules:
     the two drain times, its own and the giver's, falls by more than the move costs. Drain time is
     outstanding tokens / (requests at once x tokens per second of one), and at once are as many as
     there are requests and places for them: who has more places than requests gives for nothing,
-    however long its calls take.
+    however long its calls take. Where no queue says so, the same is asked of the rest of the batch:
+    queues are short-sighted, since what drains comes again with the next calls of the same samples.
+    There the work is what open samples are expected to cost yet, and carried by all places. And who
+    has calls gives nothing away by which the rest of its batch would fall behind the receiver's.
     `queue_gap`: the longest queue gets one from the shortest when they differ by more than a gap
     (FlexMARL, arXiv 2602.09578, section 3.2: 5).
     `off`: never.
@@ -18,8 +21,9 @@ weight load, another one the start of an engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal
 
 from flexmarl.core.balance_monitor import PolicyLoad
@@ -27,6 +31,7 @@ from flexmarl.core.balance_monitor import PolicyLoad
 Rule = Literal["drain_time", "queue_gap", "off"]
 
 _NEVER: Final = -1e18
+_NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +84,26 @@ class Balancer:
         self._candidate: tuple[str, str] | None = None
         self._seen = 0
 
-    def decide(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
+    def decide(
+        self, loads: Sequence[PolicyLoad], now: float, *, coming: Mapping[str, float] = _NOTHING
+    ) -> Move | None:
         """The move to make now, if any.
 
         Args:
             loads: All policies.
             now: Seconds.
+            coming: Tokens that open samples are expected to cost yet, what is outstanding included;
+                policies without are unknown.
         """
         if self._config.rule == "off":
             return None
-        by_gap = self._config.rule == "queue_gap"
-        rule = self._by_queue_gap if by_gap else self._by_drain_time
-        return self._confirmed(rule(loads, now))
+        if self._config.rule == "queue_gap":
+            return self._confirmed(self._by_queue_gap(loads, now))
+        move = self._by_drain_time(loads, coming, now, what="its queue")
+        if move is None and coming:
+            whole = [load.with_all(_rest(load, coming)) for load in loads]
+            move = self._by_drain_time(whole, coming, now, what="the rest of its batch")
+        return self._confirmed(move)
 
     def moved(self, giver: str, receiver: str, now: float) -> None:
         """A move was begun."""
@@ -104,15 +117,20 @@ class Balancer:
         self._candidate = pair
         return move if self._seen >= self._config.confirm else None
 
-    def _by_drain_time(self, loads: Sequence[PolicyLoad], now: float) -> Move | None:
+    def _by_drain_time(
+        self, loads: Sequence[PolicyLoad], coming: Mapping[str, float], now: float, *, what: str
+    ) -> Move | None:
         receiver, before_s = _slowest(loads)
         if receiver is None:
             return None
         after_s = receiver.drain_with_more_s
         margin = 1.0 + self._config.gain_margin
         own_base, near_s, far_s = receiver.base, receiver.load_s, receiver.restart_s
+        most_s = before_s - after_s - margin * min(near_s, far_s)
+        if most_s <= 0.0:
+            return None
         best, best_gain_s, best_net_s, best_cost_s = None, 0.0, 0.0, 0.0
-        # Without calls: this runs over all policies at every look.
+        # Without calls, and no further than to who cannot be outdone: this runs at every look.
         for load in loads:
             if load.num_instances < 2 or load is receiver:
                 continue
@@ -121,13 +139,20 @@ class Balancer:
             gain_s = before_s - (giver_s if slower else after_s)
             cost_s = near_s if load.base == own_base else far_s
             net_s = gain_s - margin * cost_s
-            if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
+            if (
+                net_s > best_net_s
+                and self._may_move(load.policy, receiver.policy, now)
+                and not (coming and _would_fall_behind(load, receiver, coming))
+            ):
                 best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s
+                if net_s >= most_s:
+                    break
         if best is None:
             return None
         why = (
-            f"drain_time: {receiver.policy} takes {before_s:.2f} s with {receiver.num_instances} "
-            f"instances; the longer of both falls by {best_gain_s:.2f} s for {best_cost_s:.2f} s"
+            f"drain_time: {receiver.policy} takes {before_s:.2f} s for {what} with "
+            f"{receiver.num_instances} instances; the longer of both falls by {best_gain_s:.2f} s "
+            f"for {best_cost_s:.2f} s"
         )
         return _move(best, receiver, best_gain_s, best_cost_s, why)
 
@@ -166,6 +191,20 @@ def _slowest(loads: Sequence[PolicyLoad]) -> tuple[PolicyLoad | None, float]:
         if load.num_waiting and load.drain_s > longest_s:
             slowest, longest_s = load, load.drain_s
     return slowest, longest_s
+
+
+def _rest(load: PolicyLoad, coming: Mapping[str, float]) -> float:
+    """Tokens that a policy has to do yet in the batch, as far as is known."""
+    return max(coming.get(load.policy, 0.0), load.work_tokens)
+
+
+def _would_fall_behind(
+    giver: PolicyLoad, receiver: PolicyLoad, coming: Mapping[str, float]
+) -> bool:
+    if not giver.work_tokens or not receiver.num_instances:
+        return False
+    giver_s = _rest(giver, coming) / ((giver.num_instances - 1) * giver.tokens_per_s)
+    return giver_s > _rest(receiver, coming) / (receiver.num_instances * receiver.tokens_per_s)
 
 
 def _move(

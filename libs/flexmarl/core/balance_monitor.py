@@ -50,6 +50,24 @@ class PolicyLoad:
     load_s: float
     restart_s: float
 
+    def with_all(self, work_tokens: float) -> PolicyLoad:
+        """The same policy with work that is still to come, as if all of it could be done now."""
+        instances = self.num_instances
+        each_s = work_tokens / self.tokens_per_s
+        return PolicyLoad(
+            self.policy,
+            self.base,
+            instances,
+            self.num_waiting,
+            round(work_tokens),
+            self.tokens_per_s,
+            each_s / instances if instances else inf,
+            each_s / (instances - 1) if instances > 1 else inf,
+            each_s / (instances + 1),
+            self.load_s,
+            self.restart_s,
+        )
+
 
 class _Watched:
     """A policy, and what was seen of it at the last look.

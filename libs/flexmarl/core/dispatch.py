@@ -152,6 +152,7 @@ class Dispatcher:
         if event.vertex_id in self._vertices:
             return  # a worker that reconnects may say it twice
         self._sequence += 1
+        self.learning.called(event.sample_id)
         rank = urgency(
             ready_at=now,
             path_tokens=self.learning.path_tokens(event.agent, default=event.max_tokens),

@@ -262,6 +262,10 @@ class CallDesk:
         """Average tokens that a sample costs of each policy."""
         return self._core.learning.demands
 
+    def coming(self) -> Mapping[str, float]:
+        """Tokens that open samples are expected to cost yet of each policy."""
+        return self._core.learning.coming()
+
     def load_at(self, instance_id: str) -> int:
         """Outstanding work at an instance, in tokens."""
         return self._core.load_at(instance_id)

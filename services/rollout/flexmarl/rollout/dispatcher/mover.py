@@ -103,7 +103,8 @@ class Mover:
         if self._vacating or not any(self._open_versions().values()):
             return
         now = self._loop.time()
-        move = self._balancer.decide(self._monitor.observe(now), now)
+        loads = self._monitor.observe(now)
+        move = self._balancer.decide(loads, now, coming=self._desk.coming())
         if move is not None and self._begin(move, why=self._section.rule):
             self._balancer.moved(move.giver, move.receiver, now)
 
