@@ -464,7 +464,7 @@ class CallDesk:
         """Lets a host forget a result; one that is away sends it again when it is back."""
         session = self._hosts.session(host_id)
         if session is not None:
-            session.outgoing.add().stored.append(attempt_id)
+            session.outgoing.add_for_later().stored.append(attempt_id)
 
     def _fail(self, effect: Fail) -> None:
         state = self._forget(effect.vertex_id)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 
 MessageT = TypeVar("MessageT", bound=Message)
 
+LATER_S: Final = 0.05
+"""Longest that something waits for which nobody waits."""
+
 
 class Outgoing(Generic[MessageT]):
     """What waits to be sent to one peer.
 
-    `take` waits for something to send (freed by `add`, or by `close`, which ends it with None).
-    What can pile up is bounded by the samples in progress.
+    `take` waits for something to send (freed by `add`, by `close`, which ends it with None, or when
+    what was added for later is due). What can pile up is bounded by the samples in progress.
     """
 
     def __init__(self, make: Callable[[], MessageT]) -> None:
         self._make = make
         self._message = make()
         self._filled = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None
         self._closed = False
 
     def add(self) -> MessageT:
@@ -29,9 +33,21 @@ class Outgoing(Generic[MessageT]):
         self._filled.set()
         return self._message
 
+    def add_for_later(self) -> MessageT:
+        """The same for what nobody waits for: it goes with the next message, at latest in LATER_S.
+
+        A message of its own would wake the peer, which costs more than what it says is worth.
+        """
+        if self._later is None and not self._filled.is_set():
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._filled.set)
+        return self._message
+
     async def take(self) -> MessageT | None:
         """The next message, or None after `close`."""
         await self._filled.wait()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         if self._closed:
             return None
         self._filled.clear()
