@@ -24,7 +24,6 @@ class _Request:
 
     agent: Agent
     path: str
-    prompt: list[int]
     upstream: list[str]
     inputs: Mapping[str, Any]
     simulated: Simulated | None
@@ -85,35 +84,39 @@ class AgentCaller:
             _Request(
                 agent=agent,
                 path=path,
-                prompt=prompt,
                 upstream=upstream,
                 inputs=inputs,
                 simulated=simulated,
-            )
+            ),
+            prompt,
         )
 
-    async def _call(self, request: _Request) -> Output:
+    async def _call(self, request: _Request, prompt: list[int]) -> Output:
         agent = request.agent
+        chained = prompt if agent.config.merge_turns else None
         try:
             self._exchange.check_open("a call was awaited")
-            answer = await self._answer(request)
+            asking = self._ask(request, prompt)
+            del prompt  # it is on its way, and thousands of samples may wait for their answers
+            answer = await asking
             if answer.HasField("failure"):
                 raise call_failed(answer.failure)
             output = self._output(request, answer)
         finally:
             self._leave(self._leaving.ended(agent.name))
         self.finished.append(output)
-        if agent.config.merge_turns:
-            self._chains.add(output, request.prompt)
+        if chained is not None:
+            self._chains.add(output, chained)
         return output
 
-    async def _answer(self, request: _Request) -> CallAnswer:
-        agent, path, prompt = request.agent, request.path, request.prompt
+    def _ask(self, request: _Request, prompt: list[int]) -> Coroutine[Any, Any, CallAnswer]:
+        """Has a call made, unless its answer is stored; the result waits for the answer."""
+        agent, path = request.agent, request.path
         spec = self._exchange.spec
         input_hash = agent_input_hash(agent, prompt, request.simulated, greedy=spec.greedy)
         stored = self._exchange.replay.take(path, input_hash)
         if stored is not None:
-            return _answer_of(stored)
+            return _at_once(_answer_of(stored))
         sampling = sampling_params(
             agent,
             root_seed=spec.seed,
@@ -122,7 +125,7 @@ class AgentCaller:
             greedy=spec.greedy,
         )
         extends = self._chains.extended_by(agent.name, prompt) if agent.config.merge_turns else ""
-        return await self._exchange.ask(
+        return self._exchange.ask(
             AgentCall(
                 vertex_id=self._exchange.vertex_id(path),
                 sample_id=spec.sample_id,
@@ -173,6 +176,10 @@ class AgentCaller:
 def call_failed(failure: Failure) -> CallError:
     """What a workflow is told of a call that failed."""
     return CallError(failure.reason, failure.message, failure.metadata)
+
+
+async def _at_once(answer: CallAnswer) -> CallAnswer:
+    return answer
 
 
 def _answer_of(stored: Vertex) -> CallAnswer:

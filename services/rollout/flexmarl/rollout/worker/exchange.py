@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
@@ -60,11 +61,17 @@ class Exchange:
         if future is not None and not future.done():
             future.set_result(answer)
 
-    async def ask(self, call: AgentCall) -> CallAnswer:
-        """Sends a call; waits for its answer, which comes at latest at the agent's timeout_s."""
+    def ask(self, call: AgentCall) -> Coroutine[Any, Any, CallAnswer]:
+        """Sends a call, now; the result waits for its answer.
+
+        It comes at latest at the agent's timeout_s. Prompts are long, so who waits holds none.
+        """
         vertex_id = call.vertex_id
         self._outbox.event().calls.append(call)
         self._calls.add(vertex_id)
+        return self._asked(vertex_id)
+
+    async def _asked(self, vertex_id: str) -> CallAnswer:
         try:
             return await self._answered(vertex_id)
         except asyncio.CancelledError:

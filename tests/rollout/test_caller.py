@@ -1,0 +1,54 @@
+"""What a sample holds while it waits: thousands of them do."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+import pytest
+from rollout.worker_harness import SAMPLE, run_config, spec, tokens_of, write_model
+
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerSample
+from flexmarl.rollout.prompting import build_agents
+from flexmarl.rollout.worker.caller import AgentCaller
+from flexmarl.rollout.worker.exchange import Exchange
+from flexmarl.rollout.worker.outbox import Outbox
+
+
+class Prompt(list):
+    """A list that can be watched."""
+
+
+async def nobody(frame: bytes) -> None:
+    raise AssertionError("nothing is sent here")
+
+
+@pytest.mark.parametrize("merge_turns", [False, True])
+async def test_who_waits_for_an_answer_holds_no_prompt_but_one_that_goes_on(tmp_path, merge_turns):
+    model = write_model(tmp_path / "model")
+    echo = {"policy": "p", "prompt": "{text}>", "max_tokens": 4, "merge_turns": merge_turns}
+    config = run_config(model, tmp_path, agents={"echo": echo})
+    agents = build_agents(config, {"p": str(model)})
+    made: list[weakref.ref[Prompt]] = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> Prompt:
+        prompt = Prompt(tokens_of(text))
+        made.append(weakref.ref(prompt))
+        return prompt
+
+    agents["echo"].model.encode = encode
+    outbox = Outbox(nobody)
+    exchange = Exchange(WorkerSample(spec=spec()), outbox=outbox, on_diverged=lambda: None)
+    caller = AgentCaller(agents, exchange=exchange)
+    call = caller.call(
+        "echo", path="0:0", after=None, messages=None, tools=None, simulated=None,
+        args={"text": "abc"},
+    )  # fmt: skip
+    waiting = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    (asked,) = outbox.event().calls
+    assert list(asked.prompt_tokens) == tokens_of("abc>")
+    assert (made[0]() is not None) == merge_turns
+    answer = CallAnswer(vertex_id=f"{SAMPLE}/0:0", tokens=tokens_of("ok"), finish_reason="stop")
+    exchange.answer(answer)
+    assert (await waiting).text == "ok"
