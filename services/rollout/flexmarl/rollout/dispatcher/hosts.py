@@ -29,6 +29,9 @@ SETTLE_S: Final = 2.0
 """How long after the start every host that runs has dialled: what it pauses between two tries is
 less, in the worst case."""
 
+_PIECE: Final = 16
+"""Results that are looked at before anybody else's turn."""
+
 _log = get_logger(__name__)
 
 
@@ -171,28 +174,34 @@ class Hosts:
         requests: AsyncIterator[ConnectEngineHostRequest],
     ) -> None:
         try:
-            self._take(session, first)
+            await self._take(session, first)
             async for request in requests:
                 if self._sessions.get(session.host_id) is not session:
                     return
-                self._take(session, request)
+                await self._take(session, request)
         except Exception:  # noqa: BLE001 - the stream ends, the host dials again
             _log.exception("host_stream_failed", host=session.host_id)
         finally:
             session.outgoing.close()
 
-    def _take(self, session: HostSession, request: ConnectEngineHostRequest) -> None:
+    async def _take(self, session: HostSession, request: ConnectEngineHostRequest) -> None:
         listener = self._listener
-        if listener is None:
-            if self._last_plan is None:
-                session.keep(request)
-            elif request.results:  # of a run that was closed: nobody waits for them
-                session.outgoing.add().stored.extend(r.attempt_id for r in request.results)
+        if listener is None and self._last_plan is None:
+            session.keep(request)
             return
-        if request.instances:
+        if listener is not None and request.instances:
             listener.host_statuses(session, list(request.instances))
-        if request.results:
-            listener.host_results(session, list(request.results))
+        # In pieces: the first are on their way to the store while the next ones are looked at.
+        for start in range(0, len(request.results), _PIECE):
+            if start:
+                await asyncio.sleep(0)
+            self._take_results(session, request.results[start : start + _PIECE])
+
+    def _take_results(self, session: HostSession, results: list[GenerateResult]) -> None:
+        if self._listener is not None:
+            self._listener.host_results(session, results)
+        else:  # of a run that was closed: nobody waits for them
+            session.outgoing.add().stored.extend(result.attempt_id for result in results)
 
     def _connect(self, session: HostSession) -> None:
         host_id = session.host_id
