@@ -1,13 +1,15 @@
 """Ten thousand samples in flight: memory of each process, and how fast a call reaches its engine.
 
-Prompts of 1 KiB, engines that only take time: each call holds its place for so long that about
-1,500 end per second. What a call waits is what lies between its readiness and its row, less what
-its engine took: the way there and back.
+Prompts of 1 KiB, no two samples' alike, of about 200 tokens as language models have them; engines
+that only take time: each call holds its place for so long that about 1,500 end per second. What a
+call waits is what lies between its readiness and its row, less what its engine took: the way there
+and back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -22,7 +24,9 @@ from flexmarl.client.store import StoreClient
 IN_FLIGHT: Final = 10_000
 RATE: Final = 1500
 HOLD_S: Final = IN_FLIGHT / RATE
-PROMPT: Final = "0123" * 256
+VOCABULARY: Final = 1000
+PROMPT_WORDS: Final = 205
+"""Words of four letters and a space each: 1 KiB."""
 CALLS: Final = 3
 _TOKENS: Final = 4
 _MIB: Final = 1 << 20
@@ -30,11 +34,15 @@ _MIB: Final = 1 << 20
 TEAM = f"""
 import asyncio
 
+WORDS = [f"w{{n:03}}" for n in range({VOCABULARY})] * 2
+
 async def team(ctx, query):
     await asyncio.sleep(query["after_s"])  # arrivals are spread as ends are
     last = None
-    for _ in range({CALLS}):
-        last = await ctx.call("agent", text={PROMPT!r}, after=last)
+    for n in range({CALLS}):
+        first = (query["n"] + 7 * n) % {VOCABULARY}
+        text = " ".join(WORDS[first : first + {PROMPT_WORDS}])
+        last = await ctx.call("agent", text=text, after=last)
 
 def reward(sample):
     return 1.0
@@ -66,19 +74,19 @@ async def _measure() -> tuple[dict[str, float], list[float], float]:
     team = Team(
         name="inflight",
         source=TEAM,
-        agents={"agent": {"policy": "p", "prompt": "{text}>", "max_tokens": _TOKENS}},
+        agents={"agent": {"policy": "p", "prompt": "{text}", "max_tokens": _TOKENS}},
         policies={"p": {"rollout": serving}},
         workflow={"max_samples_per_worker": IN_FLIGHT},
         rollout={},
     )
     with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
         folder = Path(scratch)
-        model = copy_model(folder / "model", max_context=2048)
+        model = _write_words(copy_model(folder / "model", max_context=2048))
         async with cluster(folder) as (store, rollout, pids):
             run = TeamRun(store, rollout, team.config(folder, model=model))
             await run.open()
             batch = asyncio.create_task(
-                run.batch([{"after_s": n / RATE} for n in range(IN_FLIGHT)])
+                run.batch([{"n": n, "after_s": n / RATE} for n in range(IN_FLIGHT)])
             )
             rss_mib: dict[str, float] = {}
             while not batch.done():
@@ -89,6 +97,24 @@ async def _measure() -> tuple[dict[str, float], list[float], float]:
             waits_ms = await _waits_ms(store)
             await run.close()
     return rss_mib, sorted(waits_ms), IN_FLIGHT * CALLS / took_s
+
+
+def _write_words(model: Path) -> Path:
+    """Makes words the model's tokens; the quickstart's are letters, which no language model has."""
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel", "unk_token": "w000",
+            "vocab": {f"w{n:03}": n for n in range(VOCABULARY)},
+        },
+    }  # fmt: skip
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = VOCABULARY
+    (model / "config.json").write_text(json.dumps(config))
+    return model
 
 
 async def _waits_ms(store: StoreClient) -> list[float]:
