@@ -20,6 +20,7 @@ from flexmarl.core.dispatch_events import (
     Effect,
     InstanceChanged,
     InstanceUse,
+    SampleEnded,
     Send,
     VertexReady,
     WeightsKnown,
@@ -27,6 +28,7 @@ from flexmarl.core.dispatch_events import (
 
 NUM_INSTANCES = 1000
 NUM_POLICIES = 50
+NUM_SAMPLES = 1000
 LOOKS = 2000
 _SCALE = 1e6
 
@@ -45,8 +47,9 @@ def run(report: Report) -> None:
         world.step()
         t0 = time.perf_counter()
         loads = monitor.observe(world.now)
+        coming = world.core.learning.coming
         t1 = time.perf_counter()
-        move = balancer.decide(loads, world.now)
+        move = balancer.decide(loads, world.now, coming=coming)
         t2 = time.perf_counter()
         observe_s.append(t1 - t0)
         decide_s.append(t2 - t1)
@@ -70,6 +73,7 @@ class _World:
         self.policies = [f"p{n:02}" for n in range(NUM_POLICIES)]
         self.running: list[str] = []
         self.made = 0
+        self.ended = 0
         for policy in self.policies:
             self.core.handle(WeightsKnown(policy, 0, "h"), 0.0)
         for n in range(NUM_INSTANCES):
@@ -88,8 +92,9 @@ class _World:
         """One more call; a few policies get most of them."""
         self.made += 1
         policy = self.policies[int(NUM_POLICIES * self.rng.random() ** 3)]
+        sample = f"s{self.ended + self.made % NUM_SAMPLES}"
         vertex = VertexReady(
-            f"v{self.made}", policy, policy, 0, (0, 0), 100, 50, 1e9, 3, 3
+            f"v{self.made}", policy, policy, 0, (0, 0), 100, 50, 1e9, 3, 3, sample
         )  # fmt: skip
         self.note(self.core.handle(vertex, self.now))
 
@@ -98,8 +103,10 @@ class _World:
         self.running += [effect.attempt_id for effect in effects if isinstance(effect, Send)]
 
     def step(self) -> None:
-        """A few calls end and as many come."""
+        """A few calls end and as many come; a sample ends and another one begins."""
         self.now += 0.1
+        self.core.handle(SampleEnded(f"s{self.ended}", whole=True), self.now)
+        self.ended += 1
         for _ in range(5):
             attempt = self.running.pop(self.rng.randrange(len(self.running)))
             self.note(self.core.handle(AttemptSucceeded(attempt, 0, "h", 50), self.now))

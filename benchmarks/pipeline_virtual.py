@@ -526,7 +526,8 @@ class VirtualRun:
         if self._moving or not self._open:
             return
         loads = self._monitor.observe(self.now)
-        coming = self._dispatcher.learning.coming()
+        learning = self._dispatcher.learning
+        coming = learning.coming if learning.demands else None
         move = self._balancer.decide(loads, self.now, coming=coming)
         if move is not None and self._begin_move(move):
             self._balancer.moved(move.giver, move.receiver, self.now)

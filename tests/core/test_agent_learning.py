@@ -50,26 +50,30 @@ def test_a_policy_that_samples_no_longer_call_is_forgotten_by_and_by():
 
 def test_open_samples_are_expected_to_cost_what_others_did():
     learning = AgentLearning(rate=0.5)
-    assert learning.coming() == {}
+
+    def coming() -> dict[str, float]:
+        return {policy: learning.coming(policy) for policy in "pq"}
+
+    assert coming() == {"p": 0, "q": 0}
     finished(learning, "v0", agent="a", tokens=15)
     finished(learning, "v1", agent="b", tokens=35, policy="q")
-    assert learning.coming() == {}  # no sample has ended yet
+    assert coming() == {"p": 0, "q": 0}  # no sample has ended yet
     learning.sample_ended("s", whole=True)
-    assert learning.coming() == {"p": 0, "q": 0}
+    assert coming() == {"p": 0, "q": 0}
     learning.called("t")
     learning.called("t")
     learning.called("u")
     learning.called("")
-    assert learning.coming() == {"p": 40, "q": 80}
+    assert coming() == {"p": 40, "q": 80}
     finished(learning, "v2", agent="a", tokens=15, sample="t")
-    assert learning.coming() == {"p": 20, "q": 80}
+    assert coming() == {"p": 20, "q": 80}
     # A sample that costs more than others do does not make what is left negative.
     finished(learning, "v3", agent="a", tokens=95, sample="u")
-    assert learning.coming() == {"p": 0, "q": 80}
+    assert coming() == {"p": 0, "q": 80}
     learning.sample_ended("u", whole=False)
-    assert learning.coming() == {"p": 0, "q": 40}
+    assert coming() == {"p": 0, "q": 40}
     learning.sample_ended("t", whole=False)
-    assert learning.coming() == {"p": 0, "q": 0}
+    assert coming() == {"p": 0, "q": 0}
 
 
 def test_prefix_keys_name_whole_blocks_and_all_before_them():

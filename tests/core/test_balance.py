@@ -142,13 +142,13 @@ def test_what_samples_will_still_ask_counts_where_queues_are_short():
     short = [load("hot", waiting=3, work=300), load("cold", instances=4, work=100)]
     # 1.5 s fall to 1 s: less than a move costs with its margin.
     assert balancer().decide(short, 0.0) is None
-    coming = {"hot": 8000.0, "cold": 800.0}
+    coming = {"hot": 8000.0, "cold": 800.0}.get
     move = balancer().decide(short, 0.0, coming=coming)
     assert (move.giver, move.receiver) == ("cold", "hot")
     assert move.gain_s == pytest.approx(8000 / 200 - 8000 / 300)
     assert "40.00 s for the rest of its batch with 2 instances" in move.reason
     # Who needs as much gives nothing, nor does anybody while nothing is known.
-    assert balancer().decide(short, 0.0, coming={"hot": 800.0, "cold": 8000.0}) is None
+    assert balancer().decide(short, 0.0, coming={"hot": 800.0, "cold": 8000.0}.get) is None
     assert balancer(rule="queue_gap").decide(short, 0.0, coming=coming) is None
 
 
@@ -156,14 +156,14 @@ def test_who_has_calls_keeps_what_the_rest_of_its_batch_needs():
     loads = [load("hot", waiting=90, work=9000), load("cold", waiting=1, work=200)]
     assert balancer().decide(loads, 0.0).giver == "cold"
     needs = {"hot": 12_000.0, "cold": 8000.0}  # 60 s with two; 80 s with one
-    assert balancer().decide(loads, 0.0, coming=needs) is None
-    assert balancer().decide(loads, 0.0, coming={**needs, "cold": 5000.0}).giver == "cold"
+    assert balancer().decide(loads, 0.0, coming=needs.get) is None
+    assert balancer().decide(loads, 0.0, coming={**needs, "cold": 5000.0}.get).giver == "cold"
     # Nobody has called it, and nobody knows when that will be: until then it is of use elsewhere.
     idle = [loads[0], load("cold")]
-    assert balancer().decide(idle, 0.0, coming=needs).giver == "cold"
+    assert balancer().decide(idle, 0.0, coming=needs.get).giver == "cold"
     # A policy without an instance comes before all that.
     none = [load("hot", instances=0, waiting=1, work=5), loads[1]]
-    assert balancer().decide(none, 0.0, coming=needs).giver == "cold"
+    assert balancer().decide(none, 0.0, coming=needs.get).giver == "cold"
 
 
 def test_all_work_of_a_batch_is_carried_by_all_places():

@@ -145,7 +145,8 @@ class World:
     def _look(self) -> None:
         self._in(LOOK_S, self._look)
         loads = self._monitor.observe(self.now)
-        coming = self._core.learning.coming()
+        learning = self._core.learning
+        coming = learning.coming if learning.demands else None
         move = self._balancer.decide(loads, self.now, coming=coming)
         if move is None or self._going:
             return

@@ -41,17 +41,14 @@ class AgentLearning:
         """Average tokens, prompts included, that a sample costs of each policy."""
         return self._demands
 
-    def coming(self) -> dict[str, float]:
-        """Tokens that open samples are expected to cost yet of each policy whose demand is known.
+    def coming(self, policy: str) -> float:
+        """Tokens that open samples are expected to cost yet of a policy; 0 while that is unknown.
 
         What is ready or running counts as coming. A sample is open from its first call on; one that
         costs more than the average takes from what others are expected to cost, never below 0.
         """
-        num_open, spent = len(self._samples), self._spent
-        return {
-            policy: max(num_open * demand - spent.get(policy, 0), 0.0)
-            for policy, demand in self._demands.items()
-        }
+        whole = len(self._samples) * self._demands.get(policy, 0.0)
+        return max(whole - self._spent.get(policy, 0), 0.0)
 
     def called(self, sample_id: str) -> None:
         """A sample has made a call; empty when it is nobody's."""

@@ -21,9 +21,8 @@ weight load, another one the start of an engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Literal
 
 from flexmarl.core.balance_monitor import PolicyLoad
@@ -31,7 +30,9 @@ from flexmarl.core.balance_monitor import PolicyLoad
 Rule = Literal["drain_time", "queue_gap", "off"]
 
 _NEVER: Final = -1e18
-_NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
+
+Coming = Callable[[str], float]
+"""Tokens that open samples are expected to cost yet of a policy, what is outstanding included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +86,21 @@ class Balancer:
         self._seen = 0
 
     def decide(
-        self, loads: Sequence[PolicyLoad], now: float, *, coming: Mapping[str, float] = _NOTHING
+        self, loads: Sequence[PolicyLoad], now: float, *, coming: Coming | None = None
     ) -> Move | None:
         """The move to make now, if any.
 
         Args:
             loads: All policies.
             now: Seconds.
-            coming: Tokens that open samples are expected to cost yet, what is outstanding included;
-                policies without are unknown.
+            coming: What is left of the batch; None while nothing is known of it.
         """
         if self._config.rule == "off":
             return None
         if self._config.rule == "queue_gap":
             return self._confirmed(self._by_queue_gap(loads, now))
         move = self._by_drain_time(loads, coming, now, what="its queue")
-        if move is None and coming:
+        if move is None and coming is not None:
             whole = [load.with_all(_rest(load, coming)) for load in loads]
             move = self._by_drain_time(whole, coming, now, what="the rest of its batch")
         return self._confirmed(move)
@@ -118,7 +118,7 @@ class Balancer:
         return move if self._seen >= self._config.confirm else None
 
     def _by_drain_time(
-        self, loads: Sequence[PolicyLoad], coming: Mapping[str, float], now: float, *, what: str
+        self, loads: Sequence[PolicyLoad], coming: Coming | None, now: float, *, what: str
     ) -> Move | None:
         receiver, before_s = _slowest(loads)
         if receiver is None:
@@ -142,7 +142,7 @@ class Balancer:
             if (
                 net_s > best_net_s
                 and self._may_move(load.policy, receiver.policy, now)
-                and not (coming and _would_fall_behind(load, receiver, coming))
+                and not (coming is not None and _would_fall_behind(load, receiver, coming))
             ):
                 best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s
                 if net_s >= most_s:
@@ -193,14 +193,12 @@ def _slowest(loads: Sequence[PolicyLoad]) -> tuple[PolicyLoad | None, float]:
     return slowest, longest_s
 
 
-def _rest(load: PolicyLoad, coming: Mapping[str, float]) -> float:
+def _rest(load: PolicyLoad, coming: Coming) -> float:
     """Tokens that a policy has to do yet in the batch, as far as is known."""
-    return max(coming.get(load.policy, 0.0), load.work_tokens)
+    return max(coming(load.policy), load.work_tokens)
 
 
-def _would_fall_behind(
-    giver: PolicyLoad, receiver: PolicyLoad, coming: Mapping[str, float]
-) -> bool:
+def _would_fall_behind(giver: PolicyLoad, receiver: PolicyLoad, coming: Coming) -> bool:
     if not giver.work_tokens or not receiver.num_instances:
         return False
     giver_s = _rest(giver, coming) / ((giver.num_instances - 1) * giver.tokens_per_s)

@@ -373,8 +373,8 @@ class BalanceSection(_Section):
     """Moving inference instances between policies."""
 
     rule: Literal["drain_time", "queue_gap", "off"] = "drain_time"
-    """Move when the longest time to drain a queue, or the rest of a batch, falls by more than the move
-    costs; when queues differ by more than `queue_gap`; or never."""
+    """Move when the longest time to drain a queue, or the rest of a batch, falls by more than the
+    move costs; when queues differ by more than `queue_gap`; or never."""
     interval_s: Annotated[float, Field(gt=0)] = 0.1
     """Time between two looks at the queues."""
     queue_gap: Annotated[int, Field(ge=0)] = 5

@@ -24,6 +24,7 @@ from flexmarl.api.meg_store.v1.meg_store_pb2 import (
 )
 from flexmarl.api.rollout.v1.engine_pb2 import GenerateResult, HostHello
 from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.core.balance import Coming
 from flexmarl.core.dispatch import Dispatcher
 from flexmarl.core.dispatch_events import (
     Abort,
@@ -262,9 +263,10 @@ class CallDesk:
         """Average tokens that a sample costs of each policy."""
         return self._core.learning.demands
 
-    def coming(self) -> Mapping[str, float]:
-        """Tokens that open samples are expected to cost yet of each policy."""
-        return self._core.learning.coming()
+    def coming(self) -> Coming | None:
+        """What open samples are expected to cost yet; None before the first one has ended."""
+        learning = self._core.learning
+        return learning.coming if learning.demands else None
 
     def load_at(self, instance_id: str) -> int:
         """Outstanding work at an instance, in tokens."""
