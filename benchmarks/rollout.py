@@ -209,7 +209,7 @@ async def _batch(store: StoreClient, rollout: RolloutClient, batch: int, samples
         while (status := await rollout.get_status(RUN)).num_open_samples:
             if status.HasField("fatal"):
                 raise RuntimeError(status.fatal.message)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
 
 
 async def _publish(store: StoreClient, version: int) -> PolicyManifest:

@@ -122,7 +122,7 @@ class TeamRun:
         started = time.perf_counter()
         async with asyncio.timeout(_PATIENCE_S):
             while (status := await self.status()).num_open_samples:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
         return time.perf_counter() - started, status
 
     async def admit(self, queries: Sequence[Mapping[str, Any]]) -> None:
