@@ -152,20 +152,6 @@ def test_what_samples_will_still_ask_counts_where_queues_are_short():
     assert balancer(rule="queue_gap").decide(short, 0.0, coming=coming) is None
 
 
-def test_who_has_calls_keeps_what_the_rest_of_its_batch_needs():
-    loads = [load("hot", waiting=90, work=9000), load("cold", waiting=1, work=200)]
-    assert balancer().decide(loads, 0.0).giver == "cold"
-    needs = {"hot": 12_000.0, "cold": 8000.0}  # 60 s with two; 80 s with one
-    assert balancer().decide(loads, 0.0, coming=needs.get) is None
-    assert balancer().decide(loads, 0.0, coming={**needs, "cold": 5000.0}.get).giver == "cold"
-    # Nobody has called it, and nobody knows when that will be: until then it is of use elsewhere.
-    idle = [loads[0], load("cold")]
-    assert balancer().decide(idle, 0.0, coming=needs.get).giver == "cold"
-    # A policy without an instance comes before all that.
-    none = [load("hot", instances=0, waiting=1, work=5), loads[1]]
-    assert balancer().decide(none, 0.0, coming=needs.get).giver == "cold"
-
-
 def test_all_work_of_a_batch_is_carried_by_all_places():
     rest = load("p", instances=2, work=100, running=1, places=4).with_all(6400.0)
     assert (rest.drain_s, rest.drain_with_less_s) == (8.0, 16.0)

@@ -7,8 +7,7 @@ Rules:
     there are requests and places for them: who has more places than requests gives for nothing,
     however long its calls take. Where no queue says so, the same is asked of the rest of the batch:
     queues are short-sighted, since what drains comes again with the next calls of the same samples.
-    There the work is what open samples are expected to cost yet, and carried by all places. And who
-    has calls gives nothing away by which the rest of its batch would fall behind the receiver's.
+    There the work is what open samples are expected to cost yet, and carried by all places.
     `queue_gap`: the longest queue gets one from the shortest when they differ by more than a gap
     (FlexMARL, arXiv 2602.09578, section 3.2: 5).
     `off`: never.
@@ -99,10 +98,10 @@ class Balancer:
             return None
         if self._config.rule == "queue_gap":
             return self._confirmed(self._by_queue_gap(loads, now))
-        move = self._by_drain_time(loads, coming, now, what="its queue")
+        move = self._by_drain_time(loads, now, what="its queue")
         if move is None and coming is not None:
-            whole = [load.with_all(_rest(load, coming)) for load in loads]
-            move = self._by_drain_time(whole, coming, now, what="the rest of its batch")
+            whole = [load.with_all(max(coming(load.policy), load.work_tokens)) for load in loads]
+            move = self._by_drain_time(whole, now, what="the rest of its batch")
         return self._confirmed(move)
 
     def moved(self, giver: str, receiver: str, now: float) -> None:
@@ -117,9 +116,7 @@ class Balancer:
         self._candidate = pair
         return move if self._seen >= self._config.confirm else None
 
-    def _by_drain_time(
-        self, loads: Sequence[PolicyLoad], coming: Coming | None, now: float, *, what: str
-    ) -> Move | None:
+    def _by_drain_time(self, loads: Sequence[PolicyLoad], now: float, *, what: str) -> Move | None:
         receiver, before_s = _slowest(loads)
         if receiver is None:
             return None
@@ -139,11 +136,7 @@ class Balancer:
             gain_s = before_s - (giver_s if slower else after_s)
             cost_s = near_s if load.base == own_base else far_s
             net_s = gain_s - margin * cost_s
-            if (
-                net_s > best_net_s
-                and self._may_move(load.policy, receiver.policy, now)
-                and not (coming is not None and _would_fall_behind(load, receiver, coming))
-            ):
+            if net_s > best_net_s and self._may_move(load.policy, receiver.policy, now):
                 best, best_gain_s, best_net_s, best_cost_s = load, gain_s, net_s, cost_s
                 if net_s >= most_s:
                     break
@@ -191,18 +184,6 @@ def _slowest(loads: Sequence[PolicyLoad]) -> tuple[PolicyLoad | None, float]:
         if load.num_waiting and load.drain_s > longest_s:
             slowest, longest_s = load, load.drain_s
     return slowest, longest_s
-
-
-def _rest(load: PolicyLoad, coming: Coming) -> float:
-    """Tokens that a policy has to do yet in the batch, as far as is known."""
-    return max(coming(load.policy), load.work_tokens)
-
-
-def _would_fall_behind(giver: PolicyLoad, receiver: PolicyLoad, coming: Coming) -> bool:
-    if not giver.work_tokens or not receiver.num_instances:
-        return False
-    giver_s = _rest(giver, coming) / ((giver.num_instances - 1) * giver.tokens_per_s)
-    return giver_s > _rest(receiver, coming) / (receiver.num_instances * receiver.tokens_per_s)
 
 
 def _move(
