@@ -192,10 +192,11 @@ class Hosts:
         if listener is not None and request.instances:
             listener.host_statuses(session, list(request.instances))
         # In pieces: the first are on their way to the store while the next ones are looked at.
-        for start in range(0, len(request.results), _PIECE):
+        results = list(request.results)
+        for start in range(0, len(results), _PIECE):
             if start:
                 await asyncio.sleep(0)
-            self._take_results(session, request.results[start : start + _PIECE])
+            self._take_results(session, results[start : start + _PIECE])
 
     def _take_results(self, session: HostSession, results: list[GenerateResult]) -> None:
         if self._listener is not None:
