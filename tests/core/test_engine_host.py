@@ -119,6 +119,18 @@ def test_an_instance_starts_loads_and_serves():
     assert host.instance_ids() == ["a-0"]
 
 
+def test_instances_take_weights_over_beside_each_other():
+    host = EngineHost(CONFIG)
+    names = ("a-0", "a-1", "a-2")
+    for start in host.handle(plan(*map(wanted, names)), 0.0):
+        if isinstance(start, StartEngine):
+            ready = EngineReadied(instance_id=start.wanted.instance_id, generation=start.generation)
+            host.handle(ready, 1.0)
+    effects = host.handle(ordered(0, *names), 2.0)
+    assert [e.instance_id for e in effects if isinstance(e, LoadEngine)] == list(names)
+    assert {phase(host, name) for name in names} == {InstancePhase.LOADING}
+
+
 def test_a_repeated_plan_changes_nothing():
     host = EngineHost(CONFIG)
     started(host)

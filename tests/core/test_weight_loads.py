@@ -65,6 +65,15 @@ def test_policies_are_apart_and_unknown_weights_wait():
     assert loads(other, open_versions={4: 1}) == []
 
 
+def test_all_instances_of_a_policy_are_told_at_once_but_those_that_do_it_already():
+    behind = [instance(f"p-{n}") for n in range(3)]
+    ahead = instance("p-3", version=4, weights_hash="h4")
+    under_way = instance("p-4", requested=(4, "h4"))
+    assert loads(*behind, ahead, under_way, open_versions={}) == [
+        Load("p", 4, "h4", ("p-0", "p-1", "p-2"), "newest_announced")
+    ]
+
+
 def test_target():
     assert target_version({}, []) is None
     assert target_version({}, [2, 5]) == 5
