@@ -19,7 +19,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -62,15 +64,28 @@ def run(report: Report) -> None:
         measured = asyncio.run(_measure(in_flight=in_flight, samples=samples))
         report.figure(name, measured.rate, "1/s", bound=asked)
         shares = ", ".join(f"{k} {v:.0f}" for k, v in measured.cpu_us.items())
-        report.note(f"{name}: CPU µs per vertex: {shares}; sum {sum(measured.cpu_us.values()):.0f}")
+        report.note(
+            f"{name}: CPU µs per vertex: {shares}; sum {sum(measured.cpu_us.values()):.0f}. "
+            f"Median ms: {measured.engine_ms:.2f} to the engine and back, {measured.onward_ms:.2f} "
+            "from there to the next call: its row, the answer, the workflow"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measurement: vertices per second, CPU time per vertex by process."""
+    """One measurement.
+
+    Attributes:
+        rate: Vertices per second.
+        cpu_us: CPU time per vertex, by process.
+        engine_ms: Median from a call's readiness until its result is at the dispatcher.
+        onward_ms: Median from there until the sample's next call is ready.
+    """
 
     rate: float
     cpu_us: dict[str, float]
+    engine_ms: float
+    onward_ms: float
 
 
 async def _measure(*, in_flight: int, samples: int) -> Measured:
@@ -84,9 +99,21 @@ async def _measure(*, in_flight: int, samples: int) -> Measured:
             await _batch(store, rollout, 1, samples)
             took_s = time.perf_counter() - started
             after = _cpu_s(pids)
+            engine_ms, onward_ms = await _hops_ms(store)
     vertices = samples * CALLS_PER_SAMPLE
     cpu_us = {name: (after[name] - before[name]) / vertices * 1e6 for name in after}
-    return Measured(vertices / took_s, cpu_us)
+    return Measured(vertices / took_s, cpu_us, engine_ms, onward_ms)
+
+
+async def _hops_ms(store: StoreClient) -> tuple[float, float]:
+    """Medians over the calls of some samples: see `Measured`."""
+    there_ns, onward_ns = [], []
+    for sample in (await store.list_samples(RUN, batch=1))[:100]:
+        graph = await store.get_sample_graph(RUN, sample.sample_id)
+        metas = sorted((v.meta for v in graph.vertices), key=lambda meta: meta.ready_unix_ns)
+        there_ns += [meta.finished_unix_ns - meta.ready_unix_ns for meta in metas]
+        onward_ns += [b.ready_unix_ns - a.finished_unix_ns for a, b in pairwise(metas)]
+    return median(there_ns) / 1e6, median(onward_ns) / 1e6
 
 
 @contextlib.asynccontextmanager
