@@ -7,7 +7,7 @@ import asyncio
 from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.rollout.dispatcher.hosts import Hosts
 
-ATTEMPTS = [f"v{n}#1" for n in range(40)]
+ATTEMPTS = [f"v{n}#1" for n in range(300)]
 
 
 class Run:
@@ -31,7 +31,7 @@ class Run:
 
 
 async def converse(*, ends_after: int) -> tuple[list[list[str]], list[str]]:
-    """What the run is told, and what the host is, of 40 results in one message."""
+    """What the run is told, and what the host is, of 300 results in one message."""
     hosts = Hosts(grace_s=60.0)
     run = Run(hosts, ends_after=ends_after)
     hosts.listen(run)

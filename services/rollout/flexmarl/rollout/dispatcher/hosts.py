@@ -29,7 +29,7 @@ SETTLE_S: Final = 2.0
 """How long after the start every host that runs has dialled: what it pauses between two tries is
 less, in the worst case."""
 
-_PIECE: Final = 16
+_PIECE: Final = 128
 """Results that are looked at before anybody else's turn."""
 
 _log = get_logger(__name__)

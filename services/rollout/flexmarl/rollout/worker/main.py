@@ -34,7 +34,7 @@ from flexmarl.runtime.logging import configure_logging
 
 ItemT = TypeVar("ItemT")
 
-_PIECE: Final = 16
+_PIECE: Final = 128
 """Samples that are taken a step on before what they ask for is sent."""
 
 
