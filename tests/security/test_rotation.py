@@ -1,26 +1,33 @@
-"""Tokens are given out and taken back while a service runs; a broken file locks nobody out."""
+"""Tokens and certificates are changed while a service runs; a broken file locks nobody out."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
 from integration.cluster_harness import eventually
-from locks import Locks
+from locks import TOKENS, Locks
+from runtime.echo_service import Echo, path, serving
 
+from flexmarl.client.channel import Channel, StreamCall, connect
+from flexmarl.client.errors import UnauthenticatedError, UnavailableError
+from flexmarl.core.peer_credentials import PeerCredentials
+from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.secret_files import write_secret
 from flexmarl.runtime.server import GrpcServer
 from flexmarl.runtime.tokens import hash_token
 
 
-def name_tokens(file: Path, **tokens: str) -> None:
+def name_tokens(file: Path, *, role: str = "read", **tokens: str) -> None:
     parts = [
-        f'[tokens.{name}]\nrole = "read"\nsha256 = "{hash_token(token)}"\n'
+        f'[tokens.{name}]\nrole = "{role}"\nsha256 = "{hash_token(token)}"\n'
         for name, token in tokens.items()
     ]
     write_secret(file, "".join(parts).encode())
@@ -68,11 +75,88 @@ async def test_a_signal_has_the_file_read_again(locks: Locks, tmp_path: Path) ->
         # What cannot be read changes nothing: nobody is locked out, and nobody let in.
         for broken in (b"[tokens", b"", b"[tokens.eve]\nrole = 'root'\n"):
             write_secret(file, broken)
-            server.read_tokens_again()
+            server.read_locks_again()
         file.unlink()
-        server.read_tokens_again()
+        server.read_locks_again()
         assert await passes("bob")
         assert not await passes("alice")
     finally:
         server.request_stop("the test is over")
         await serving
+
+
+async def test_a_stream_ends_with_the_token_that_it_was_opened_with(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    name_tokens(file, role="admin", alice="of-alice", bob="of-bob")
+    config = ServerConfig(tokens=file, grace_s=0.1)
+    async with (
+        serving(Echo(), config=config) as server,
+        connect(server.address, credentials=PeerCredentials(token="of-alice")) as alice,
+        connect(server.address, credentials=PeerCredentials(token="of-bob")) as bob,
+    ):
+        heard = {channel: channel.unary_stream(path("Forever"))(b"") for channel in (alice, bob)}
+        talks = {channel: channel.stream_stream(path("Chat"))() for channel in (alice, bob)}
+        for channel in (alice, bob):
+            assert await heard[channel].read() == b"tick"
+            assert await answer_to(talks[channel], b"hello") == b"hello"
+        name_tokens(file, role="admin", bob="of-bob", carol="of-carol")
+        server.read_locks_again()
+        with pytest.raises(UnauthenticatedError):
+            while await heard[alice].read() == b"tick":
+                pass  # what was on its way
+        with pytest.raises(UnauthenticatedError):
+            await answer_to(talks[alice], b"still here?")
+        assert await heard[bob].read() == b"tick"
+        assert await answer_to(talks[bob], b"still here?") == b"still here?"
+
+
+async def test_certificates_are_read_again_for_connections_to_come(
+    locks: Locks, strangers: Locks, tmp_path: Path
+) -> None:
+    files = {name: tmp_path / name for name in ("cert", "key", "client_ca")}
+    take_over(files, locks)
+    config = ServerConfig(tls=files, tokens=locks.tokens, grace_s=0.1, metrics_port=0)
+    admin = TOKENS["admin"]
+    async with (
+        serving(Echo(), config=config) as server,
+        connect(server.address, credentials=locks.shown(admin)) as standing,
+    ):
+
+        async def connects(those: Locks) -> bool:
+            async with connect(server.address, credentials=those.shown(admin)) as channel:
+                return await answers(channel)
+
+        assert server.metrics_port is not None
+        assert await answers(standing)
+        assert not await connects(strangers)
+        shutil.copy(strangers.server.key, files["key"])
+        server.read_locks_again()  # of another certificate: it stays as it was
+        assert await connects(locks)
+        take_over(files, strangers)
+        server.read_locks_again()
+        assert await connects(strangers)
+        assert not await connects(locks)
+        assert await answers(standing), "a connection keeps what it was made with"
+        assert await asyncio.to_thread(is_let_in, server.metrics_port, strangers, admin)
+        with pytest.raises(urllib.error.URLError):
+            await asyncio.to_thread(is_let_in, server.metrics_port, locks, admin)
+
+
+def take_over(files: dict[str, Path], locks: Locks) -> None:
+    """Put someone's certificates where a service reads its own."""
+    of = {"cert": locks.server.cert, "key": locks.server.key, "client_ca": locks.authority.cert}
+    for name, file in files.items():
+        shutil.copy(of[name], file)
+
+
+async def answers(channel: Channel) -> bool:
+    try:
+        return await channel.unary_unary(path("Unary"))(b"x", timeout=20.0) == b"x"
+    except UnavailableError:
+        return False
+
+
+async def answer_to(talk: StreamCall, said: bytes) -> bytes:
+    await talk.write(said)
+    answer: bytes = await talk.read()
+    return answer

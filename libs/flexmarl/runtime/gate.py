@@ -7,12 +7,12 @@ A caller whose token is not known is told that and no more.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import grpc
 
-from flexmarl.core.access import Role, refusal, rule_of
+from flexmarl.core.access import Grant, Role, Rule, refusal, rule_of
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.rate_limit import RateLimit
 from flexmarl.runtime.logging import get_logger
@@ -42,10 +42,10 @@ class Gate:
         self._limit = RateLimit(max_requests_per_s)
 
     def use(self, tokens: Tokens) -> None:
-        """Know these tokens from now on; a stream that is open already was admitted and goes on."""
+        """Know these tokens from now on."""
         self._tokens = tokens
 
-    def check(self, method: str, request: Any, context: Context) -> None:  # noqa: ANN401
+    def admit(self, method: str, request: Any, context: Context) -> Callable[[], None]:  # noqa: ANN401
         """Let a call pass, or refuse it.
 
         Args:
@@ -53,15 +53,41 @@ class Gate:
             request: Its message; an iterator of messages where the caller streams.
             context: Of the call.
 
+        Returns:
+            To be called at each message of a stream: raises as well where other tokens are known by
+            then, and the caller's is not among them.
+
         Raises:
             DomainError: UNAUTHENTICATED, PERMISSION_DENIED, RATE_LIMITED.
         """
         rule = rule_of(method)
         if rule is None:
-            return
-        grant = self._tokens.grant_of(_token_in(context.invocation_metadata() or ()))
+            return _pass
+        grant = self._grant_of(context)
         if grant is None or grant.role is not Role.ADMIN:
             self._check_rate(context)
+        self._check(method, rule, grant, request, context)
+        admitted_by = self._tokens
+
+        def check_again() -> None:
+            nonlocal admitted_by
+            if self._tokens is not admitted_by:
+                self._check(method, rule, self._grant_of(context), request, context)
+                admitted_by = self._tokens
+
+        return check_again
+
+    def _grant_of(self, context: Context) -> Grant | None:
+        return self._tokens.grant_of(_token_in(context.invocation_metadata() or ()))
+
+    def _check(
+        self,
+        method: str,
+        rule: Rule,
+        grant: Grant | None,
+        request: Any,  # noqa: ANN401
+        context: Context,
+    ) -> None:
         if grant is None:
             _log.warning("caller_unknown", method=method, peer=context.peer())
             raise _unauthenticated()
@@ -87,6 +113,10 @@ class Gate:
         host = context.peer().rpartition(":")[0]
         if not self._limit.admits(host, now=time.monotonic()):
             raise DomainError(ErrorReason.RATE_LIMITED, "too many calls from this host")
+
+
+def _pass() -> None:
+    """Whom no rule binds needs no token later either."""
 
 
 def _token_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:

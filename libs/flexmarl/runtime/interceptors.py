@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -87,6 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             stats=self._stats.method(method),
             needs_deadline=method not in self._exempt and service not in self._exempt,
             gate=self._gate,
+            is_streamed_to=kind[0],
         )
         if inspect.isasyncgenfunction(behavior):
             wrapped = guard.around_generator(behavior)
@@ -105,12 +107,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Guard:
     """The steps around the handler of one method; every RPC runs in an asyncio task of its own."""
 
-    __slots__ = ("_gate", "_needs_deadline", "_stats")
+    __slots__ = ("_gate", "_is_streamed_to", "_needs_deadline", "_stats")
 
-    def __init__(self, *, stats: MethodStats, needs_deadline: bool, gate: Gate | None) -> None:
+    def __init__(
+        self,
+        *,
+        stats: MethodStats,
+        needs_deadline: bool,
+        gate: Gate | None,
+        is_streamed_to: bool,
+    ) -> None:
         self._stats = stats
         self._gate = gate
         self._needs_deadline = needs_deadline
+        self._is_streamed_to = is_streamed_to
 
     def around_coroutine(self, behavior: Behavior) -> Behavior:
         """For handlers that return their response, and for streams that write to the context."""
@@ -119,10 +129,9 @@ class _Guard:
             started = self._enter(context)
             code = "OK"
             try:
-                if self._gate is not None:
-                    self._gate.check(self._stats.method, request, context)
+                check_again = self._admit(request, context)
                 self._check_deadline(context, started)
-                return await behavior(request, context)
+                return await behavior(self._checked(request, check_again), context)
             except BaseException as error:  # noqa: BLE001 - a process edge; it raises on
                 code = _code_of(error, context)
                 await self._translate(error, context)
@@ -137,13 +146,15 @@ class _Guard:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
             started = self._enter(context)
             code = "OK"
-            responses = behavior(request, context)
             try:
-                if self._gate is not None:
-                    self._gate.check(self._stats.method, request, context)
+                check_again = self._admit(request, context)
                 self._check_deadline(context, started)
-                async for response in responses:
-                    yield response
+                # Runs the handler's own `finally` at the end, not when the garbage collector does.
+                async with aclosing(behavior(self._checked(request, check_again), context)) as said:
+                    async for response in said:
+                        if check_again is not None:
+                            check_again()
+                        yield response
             except GeneratorExit:
                 code = "CANCELLED"
                 raise
@@ -152,10 +163,20 @@ class _Guard:
                 await self._translate(error, context)
             finally:
                 self._leave(started, code)
-                # Runs the handler's own `finally` now, not when the garbage collector comes by.
-                await responses.aclose()
 
         return stream
+
+    def _admit(self, request: Any, context: Context) -> Callable[[], None] | None:  # noqa: ANN401
+        """Have the gate let the call in; what to ask at its later messages, if anything."""
+        if self._gate is None:
+            return None
+        return self._gate.admit(self._stats.method, request, context)
+
+    def _checked(self, request: Any, check_again: Callable[[], None] | None) -> Any:  # noqa: ANN401
+        """The request; where it is a stream, each of its messages is let in."""
+        if check_again is None or not self._is_streamed_to:
+            return request
+        return _each_checked(request, check_again)
 
     def _enter(self, context: Context) -> float:
         for key, value in context.invocation_metadata() or ():
@@ -190,6 +211,14 @@ class _Guard:
             message = f"{self._stats.method} failed inside the service; its log has the cause"
             await abort(context, DomainError(ErrorReason.INTERNAL, message))
         raise error
+
+
+async def _each_checked(
+    requests: AsyncIterator[Any], check: Callable[[], None]
+) -> AsyncIterator[Any]:
+    async for request in requests:
+        check()
+        yield request
 
 
 async def abort(context: Context, error: DomainError) -> NoReturn:

@@ -82,6 +82,10 @@ class MetricsEndpoint:
         )
         self._thread.start()
 
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        """Take these certificates for the connections to come."""
+        self._server.tls = context
+
     @property
     def port(self) -> int:
         """The bound port."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from flexmarl.runtime.metrics import (
     on_loop,
 )
 from flexmarl.runtime.metrics_endpoint import MetricsEndpoint
-from flexmarl.runtime.tls import has_tls, server_context, server_credentials
+from flexmarl.runtime.tls import ServerCertificates, has_tls
 from flexmarl.runtime.tokens import read_tokens
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -107,7 +106,7 @@ class GrpcServer:
         self._stop_error: BaseException | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._gate: Gate | None = None
+        self._locks = _Locks(None, None)
         self._port = 0
 
     @property
@@ -148,7 +147,10 @@ class GrpcServer:
             names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         self._port = _bind(
-            server, host=self._config.host, port=self._config.port, credentials=locks.credentials
+            server,
+            host=self._config.host,
+            port=self._config.port,
+            credentials=locks.certificates.credentials() if locks.certificates else None,
         )
         try:
             if self._config.metrics_port is not None:
@@ -156,14 +158,14 @@ class GrpcServer:
                     registry=self.registry,
                     host=self._config.host,
                     port=self._config.metrics_port,
-                    tls=locks.tls,
+                    tls=locks.certificates.context if locks.certificates else None,
                     admits=locks.gate.admits_reader if locks.gate else None,
                 )
             await server.start()
         except BaseException:
             await server.stop(None)  # gives the port back
             raise
-        self._server, self._gate = server, locks.gate
+        self._server, self._locks = server, locks
         _log.info("listening", address=self.address, metrics_port=self.metrics_port)
         locks.tell(self._config.host)
         return self._port
@@ -192,22 +194,20 @@ class GrpcServer:
             self._stop_reason, self._stop_error = reason, error
             self._stopping.set()
 
-    def read_tokens_again(self) -> None:
-        """Know the tokens that the file names now; those of before where it cannot be read."""
-        assert self._gate is not None, "there is a file of tokens"
-        assert self._config.tokens is not None
-        try:
-            tokens = read_tokens(self._config.tokens)
-        except ConfigError as error:
-            _log.error("tokens_kept", reason=str(error))
-            return
-        self._gate.use(tokens)
-        _log.info("tokens_read", known=sorted(grant.name for _, grant in tokens.grants))
+    def read_locks_again(self) -> None:
+        """Take the tokens and certificates that the files hold now; a broken file changes nothing.
+
+        Tokens count at once, on open streams too; certificates for the connections to come.
+        """
+        if self._locks.gate is not None:
+            self._read_tokens_again(self._locks.gate)
+        if self._locks.certificates is not None:
+            self._read_certificates_again(self._locks.certificates)
 
     async def serve_until_signal(self) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop.
 
-        Where callers show tokens, SIGHUP has their file read again.
+        Where there are locks, SIGHUP has their files read again.
 
         Raises:
             ServiceFailedError: From the error given to `request_stop`. A type of its own, so that a
@@ -216,8 +216,8 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop, signal.Signals(number).name)
-        if self._gate is not None:
-            loop.add_signal_handler(signal.SIGHUP, self.read_tokens_again)
+        if self._locks.any_set():
+            loop.add_signal_handler(signal.SIGHUP, self.read_locks_again)
         self._handles_signals = True
         self._announce()
         try:
@@ -243,6 +243,26 @@ class GrpcServer:
         if self._config.address_file is not None:
             self._config.address_file.unlink(missing_ok=True)
         _log.info("stopped")
+
+    def _read_tokens_again(self, gate: Gate) -> None:
+        assert self._config.tokens is not None
+        try:
+            tokens = read_tokens(self._config.tokens)
+        except ConfigError as error:
+            _log.error("tokens_kept", reason=str(error))
+            return
+        gate.use(tokens)
+        _log.info("tokens_read", known=sorted(grant.name for _, grant in tokens.grants))
+
+    def _read_certificates_again(self, certificates: ServerCertificates) -> None:
+        try:
+            certificates.read_again()
+        except ConfigError as error:
+            _log.error("certificates_kept", reason=str(error))
+            return
+        if self._metrics is not None:
+            self._metrics.use_tls(certificates.context)
+        _log.info("certificates_read", certificate=str(self._config.tls.cert))
 
     def _announce(self) -> None:
         file = self._config.address_file
@@ -275,8 +295,7 @@ class GrpcServer:
 class _Locks:
     """What keeps strangers out of a server, as configured."""
 
-    tls: ssl.SSLContext | None
-    credentials: grpc.ServerCredentials | None
+    certificates: ServerCertificates | None
     gate: Gate | None
 
     @classmethod
@@ -293,14 +312,18 @@ class _Locks:
         gate = None
         if config.tokens is not None:
             gate = Gate(read_tokens(config.tokens), max_requests_per_s=config.max_requests_per_s)
-        tls = server_context(config.tls) if encrypted else None
-        return cls(tls, server_credentials(config.tls) if encrypted else None, gate)
+        return cls(ServerCertificates(config.tls) if encrypted else None, gate)
+
+    def any_set(self) -> bool:
+        """Whether there is a file to read again."""
+        return self.certificates is not None or self.gate is not None
 
     def tell(self, host: str) -> None:
         """Say what stands open, and to whom."""
-        if self.gate is not None and self.tls is not None:
+        locks = {"tls": self.certificates, "tokens": self.gate}
+        missing = [name for name, lock in locks.items() if lock is None]
+        if not missing:
             return
-        missing = [name for name, lock in (("tls", self.tls), ("tokens", self.gate)) if not lock]
         if is_loopback(host):
             _log.info("loopback_only", without=missing, meaning="users of this machine may call")
         else:
