@@ -139,7 +139,7 @@ def test_a_port_in_use_refuses_to_start_in_one_line(start, tmp_path):
     _, stderr = second.communicate(timeout=30)
     assert second.returncode == EXIT_START_REFUSED
     assert stderr.splitlines()[-1] == (
-        f"flexmarl echo: PORT_IN_USE: cannot listen on 127.0.0.1:{port}"
+        f"flexmarl echo: PORT_IN_USE: cannot listen on 127.0.0.1:{port}: Address already in use"
     )
 
 

@@ -45,7 +45,7 @@ class Section(BaseModel):
 
 
 class ServerTlsConfig(Section):
-    """Certificates of a server, for gRPC and for its metrics endpoint. SIGHUP has them read again."""
+    """Certificates of a server, for gRPC and its metrics endpoint. SIGHUP has them read again."""
 
     cert: Path | None = None
     """Certificate chain (PEM); unset: connections are not encrypted."""

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from flexmarl.core.access import exposure_refusal, is_loopback
 from flexmarl.core.deadlines import LONG_LIVED
-from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import server_options
-from flexmarl.runtime.config import ConfigError, ServerConfig
-from flexmarl.runtime.gate import Gate
+from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.health import Health
 from flexmarl.runtime.interceptors import CallInterceptor
+from flexmarl.runtime.listen import bind
+from flexmarl.runtime.locks import Locks
 from flexmarl.runtime.logging import get_logger
 from flexmarl.runtime.metrics import (
     RPC_METRICS,
@@ -36,8 +34,6 @@ from flexmarl.runtime.metrics import (
     on_loop,
 )
 from flexmarl.runtime.metrics_endpoint import MetricsEndpoint
-from flexmarl.runtime.tls import ServerCertificates, has_tls
-from flexmarl.runtime.tokens import read_tokens
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 _EXEMPT = (
@@ -106,7 +102,7 @@ class GrpcServer:
         self._stop_error: BaseException | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._locks = _Locks(None, None)
+        self._locks = Locks(config)
         self._port = 0
 
     @property
@@ -134,7 +130,7 @@ class GrpcServer:
             ConfigError: The address takes locks that are not set, or a file of them is wrong.
             DomainError: PORT_IN_USE.
         """
-        locks = _Locks.of(self._config)
+        locks = Locks.of(self._config)
         interceptor = CallInterceptor(
             stats=self.stats, without_deadline=self._without_deadline, gate=locks.gate
         )
@@ -146,7 +142,7 @@ class GrpcServer:
         if self._config.reflection:
             names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        self._port = _bind(
+        self._port = bind(
             server,
             host=self._config.host,
             port=self._config.port,
@@ -167,7 +163,7 @@ class GrpcServer:
             raise
         self._server, self._locks = server, locks
         _log.info("listening", address=self.address, metrics_port=self.metrics_port)
-        locks.tell(self._config.host)
+        locks.tell()
         return self._port
 
     def set_ready(self, ready: bool, *, service: str | None = None) -> None:
@@ -195,14 +191,10 @@ class GrpcServer:
             self._stopping.set()
 
     def read_locks_again(self) -> None:
-        """Take the tokens and certificates that the files hold now; a broken file changes nothing.
-
-        Tokens count at once, on open streams too; certificates for the connections to come.
-        """
-        if self._locks.gate is not None:
-            self._read_tokens_again(self._locks.gate)
-        if self._locks.certificates is not None:
-            self._read_certificates_again(self._locks.certificates)
+        """Take the tokens and certificates that the files hold now."""
+        self._locks.read_again()
+        if self._metrics is not None and self._locks.certificates is not None:
+            self._metrics.use_tls(self._locks.certificates.context)
 
     async def serve_until_signal(self) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop.
@@ -244,26 +236,6 @@ class GrpcServer:
             self._config.address_file.unlink(missing_ok=True)
         _log.info("stopped")
 
-    def _read_tokens_again(self, gate: Gate) -> None:
-        assert self._config.tokens is not None
-        try:
-            tokens = read_tokens(self._config.tokens)
-        except ConfigError as error:
-            _log.error("tokens_kept", reason=str(error))
-            return
-        gate.use(tokens)
-        _log.info("tokens_read", known=sorted(grant.name for _, grant in tokens.grants))
-
-    def _read_certificates_again(self, certificates: ServerCertificates) -> None:
-        try:
-            certificates.read_again()
-        except ConfigError as error:
-            _log.error("certificates_kept", reason=str(error))
-            return
-        if self._metrics is not None:
-            self._metrics.use_tls(certificates.context)
-        _log.info("certificates_read", certificate=str(self._config.tls.cert))
-
     def _announce(self) -> None:
         file = self._config.address_file
         if file is not None and self._handles_signals and self._health.is_ready():
@@ -289,63 +261,6 @@ class GrpcServer:
             "metrics_port": self.metrics_port,
             "pid": os.getpid(),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Locks:
-    """What keeps strangers out of a server, as configured."""
-
-    certificates: ServerCertificates | None
-    gate: Gate | None
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> _Locks:
-        encrypted = has_tls(config.tls)
-        refused = exposure_refusal(
-            host=config.host,
-            has_tls=encrypted,
-            has_tokens=config.tokens is not None,
-            insecure=config.insecure,
-        )
-        if refused is not None:
-            raise ConfigError(refused)
-        gate = None
-        if config.tokens is not None:
-            gate = Gate(read_tokens(config.tokens), max_requests_per_s=config.max_requests_per_s)
-        return cls(ServerCertificates(config.tls) if encrypted else None, gate)
-
-    def any_set(self) -> bool:
-        """Whether there is a file to read again."""
-        return self.certificates is not None or self.gate is not None
-
-    def tell(self, host: str) -> None:
-        """Say what stands open, and to whom."""
-        locks = {"tls": self.certificates, "tokens": self.gate}
-        missing = [name for name, lock in locks.items() if lock is None]
-        if not missing:
-            return
-        if is_loopback(host):
-            _log.info("loopback_only", without=missing, meaning="users of this machine may call")
-        else:
-            _log.warning("not_locked", without=missing, meaning="all who reach the port may call")
-
-
-def _bind(
-    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
-) -> int:
-    address = f"{host}:{port}"
-    try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise DomainError(
-            ErrorReason.PORT_IN_USE, f"cannot listen on {address}", {"address": address}
-        )
-    return bound
 
 
 def write_json_atomically(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
