@@ -5,26 +5,51 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import shlex
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.pages import HOW_TO, TUTORIAL, WITH_CODE, WITH_COMMANDS, Block, blocks, write_files
+from docs.pages import (
+    HOW_TO,
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    RUN_IN_ORDER,
+    SHOWN_ONLY,
+    TUTORIAL,
+    WITH_CODE,
+    Block,
+    blocks,
+    write_files,
+)
 from docs.pages import commands as commands_of
 from typer.main import get_command
 
 from flexmarl.cli.app import app
-from flexmarl.runtime.config import load_config
+from flexmarl.orchestrator.config import OrchestratorConfig
+from flexmarl.runtime.config import ServiceConfig, load_config
 from flexmarl.runtime.run_config import RunConfig
+from flexmarl.trainer.config import TrainerConfig
 
 PYTHON = [block for page in WITH_CODE for block in blocks(page, "python")]
+SERVICES: dict[str, type[ServiceConfig]] = {
+    "flexmarl.orchestrator": OrchestratorConfig,
+    "flexmarl.trainer": TrainerConfig,
+}
+FOREGROUND = [
+    block
+    for page in PAGES
+    for block in blocks(page, "sh")
+    if block.text.startswith("python -m flexmarl.")
+]
 FRAGMENTS = [b for page in HOW_TO for b in blocks(page, "toml") if not b.title]
 
 
 def name_of(block: Block) -> str:
-    return f"{block.page}-{block.title or block.text.splitlines()[0][:30]}"
+    return f"{Path(block.page).name}-{block.title or block.text.splitlines()[0][:30]}"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +107,30 @@ def test_every_toml_parses(page: Path) -> None:
         tomllib.loads(block.text)
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_every_block_of_commands_is_run_or_has_a_reason_why_not() -> None:
+    ours = [block for page in PAGES for block in blocks(page)]
+    assert {block.language for block in ours} == LANGUAGES
+    run = {block.page for block in ours if block.language == "bash"}
+    assert run == {str(page.relative_to(ROOT)) for page in RUN_IN_ORDER}
+    shown = [(block.page, first_words(block)) for block in ours if block.language == "sh"]
+    assert sorted(shown) == sorted(SHOWN_ONLY)
+
+
+def first_words(block: Block) -> str:
+    """Those of a block that `SHOWN_ONLY` knows it by; its first line if it does not."""
+    text = block.text.lstrip()
+    known = [words for page, words in SHOWN_ONLY if page == block.page and text.startswith(words)]
+    return known[0] if known else text.partition("\n")[0]
+
+
+@pytest.mark.parametrize("block", FOREGROUND, ids=name_of)
+def test_settings_of_a_service_that_is_started_by_hand_exist(block: Block) -> None:
+    _, _, module, *options = shlex.split(block.text.replace("\\\n", " "))
+    assert options[::2] == ["--set"] * (len(options) // 2)
+    load_config(SERVICES[module], overrides=options[1::2])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page: Path) -> None:
     root: Any = get_command(app)
     for line in commands_of(page):
