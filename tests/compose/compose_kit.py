@@ -8,11 +8,15 @@ import os
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from integration.cluster_harness import eventually
+from integration.whole_run import num_reports
 from ports import own_port
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 BUILD_S = 1800
@@ -113,6 +117,46 @@ class Containers:
             text=True,
             env=self._environment,
         )
+
+    async def reaches(self, client: subprocess.Popen[str], run_id: str, version: int) -> None:
+        """Wait until a run that goes on has this version."""
+
+        def is_there_or_never_will_be() -> bool:
+            return num_reports(self.runs / run_id) >= version or client.poll() is not None
+
+        await eventually(
+            is_there_or_never_will_be,
+            what=f"version {version} of {run_id}",
+            timeout_s=300,
+            every_s=0.5,
+        )
+        assert client.poll() is None, client.communicate()[0]
+
+    def client(self, *arguments: str) -> str:
+        """What a command prints in the client's container."""
+        return self.run("run", "--rm", "-T", "client", "flexmarl", *arguments)
+
+    def metric(self, service: str, port: int, name: str, **labels: str) -> float:
+        """Sum of a service's metric, over all series with these labels."""
+        address = f"http://{self.address(service)}:{port}/metrics"
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def scraped(self) -> set[str]:
+        """Services that Prometheus reads."""
+        url = f"http://{self.address('prometheus')}:9090/api/v1/query?query=up"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                found = json.load(answer)["data"]["result"]
+        except OSError:
+            return set()
+        return {series["metric"]["instance"] for series in found if series["value"][1] == "1"}
 
     def container(self, service: str) -> str:
         """Id of a service's container, whether it runs or not."""

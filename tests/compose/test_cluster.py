@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from compose.compose_kit import Containers, what_is_missing
+from compose.compose_kit import Containers
+from compose.conftest import Cluster
 from integration.cluster_harness import Size, eventually
-from integration.whole_run import assert_whole, num_reports
+from integration.whole_run import assert_whole
 
 SERVICES = ("meg-store", "rollout", "engine-host", "trainer", "orchestrator")
 VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "60"))
@@ -32,20 +30,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    missing = what_is_missing()
-    if missing:
-        assert "FLEXMARL_COMPOSE_REQUIRED" not in os.environ, missing
-        pytest.skip(missing)
-    project = f"flexmarl-test-{uuid.uuid4().hex[:6]}"
-    containers = Containers(project, tmp_path_factory.mktemp("runs"))
-    if "FLEXMARL_COMPOSE_BUILT" not in os.environ:
-        containers.build()
-    try:
-        containers.up(*SERVICES)
+def cluster(cluster_of: Cluster) -> Iterator[Containers]:
+    with cluster_of(SERVICES) as containers:
         yield containers
-    finally:
-        containers.down()
 
 
 async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
@@ -55,7 +42,7 @@ async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
     client = cluster.train(run_id, f"versions={VERSIONS}")
     try:
         for number, victim in enumerate(SERVICES, 1):
-            await reaches(cluster, client, run_id, number + 1)
+            await cluster.reaches(client, run_id, number + 1)
             cluster.kill(victim)
             await eventually(
                 lambda v=victim: cluster.restarts(v) == 1 and cluster.health(v) == "healthy",
@@ -63,7 +50,7 @@ async def test_a_run_survives_the_death_of_every_container_and_a_cut_network(
                 timeout_s=180,
                 every_s=0.5,
             )
-        await reaches(cluster, client, run_id, len(SERVICES) + 2)
+        await cluster.reaches(client, run_id, len(SERVICES) + 2)
         with cluster.cut("trainer"):
             await asyncio.sleep(CUT_S)
         output, _ = await asyncio.to_thread(client.communicate, timeout=1500)
@@ -104,34 +91,13 @@ async def test_prometheus_reaches_every_service(cluster: Containers, proves: Cal
     if "PROMETHEUS_IMAGE" not in os.environ:
         pytest.skip("PROMETHEUS_IMAGE names no image of Prometheus")
     cluster.run("up", "-d", "--no-deps", "prometheus")
-    url = f"http://{cluster.address('prometheus')}:9090/api/v1/query?query=up"
-
-    def up() -> set[str]:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                found = json.load(answer)["data"]["result"]
-        except OSError:
-            return set()
-        return {series["metric"]["job"] for series in found if series["value"][1] == "1"}
-
-    jobs = {"meg_store", "rollout", "engine_host", "trainer", "orchestrator"}
-    await eventually(lambda: up() == jobs, what="every service to be scraped", timeout_s=120)
-    proves(f"Prometheus in a container reads {', '.join(sorted(jobs))}")
-
-
-async def reaches(
-    cluster: Containers, client: subprocess.Popen[str], run_id: str, version: int
-) -> None:
-    def is_there_or_never_will_be() -> bool:
-        return num_reports(cluster.runs / run_id) >= version or client.poll() is not None
-
     await eventually(
-        is_there_or_never_will_be,
-        what=f"version {version} of {run_id}",
-        timeout_s=300,
+        lambda: cluster.scraped() == set(SERVICES),
+        what="every service to be scraped",
+        timeout_s=120,
         every_s=0.5,
     )
-    assert client.poll() is None, client.communicate()[0]
+    proves(f"Prometheus in a container reads {', '.join(sorted(SERVICES))}")
 
 
 def metrics(cluster: Containers, run_id: str) -> list[str]:

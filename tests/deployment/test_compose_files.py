@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -105,6 +106,43 @@ def test_addresses_name_services_that_are_there(chosen):
         assert len(listed) == len({*listed})
         named |= {address.partition(":")[0] for address in listed}
     assert named <= there
+
+
+def test_prometheus_knows_every_service_of_every_overlay():
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    scraped = {
+        (name, found["port"])
+        for job in config["scrape_configs"]
+        for found in job["dns_sd_configs"]
+        for name in found["names"]
+    }
+    served = {
+        (name, metrics_port(kind))
+        for file in (BASE, *OVERLAYS)
+        for name in services_of(file)
+        if (kind := re.sub(r"-\d$", "", name)) in SERVICES
+    }
+    assert scraped == served
+
+
+def metrics_port(service: str) -> int:
+    text = (ROOT / f"deploy/docker/etc/{service}.toml").read_text()
+    return int(tomllib.loads(text)["server"]["metrics_port"])
+
+
+def test_an_image_is_built_for_one_service_and_pulled_for_none():
+    for chosen in COMBINATIONS:
+        built: list[str] = []
+        for name in {name for file in (BASE, *chosen) for name in services_of(file)}:
+            parts = [services_of(file).get(name, {}) for file in (BASE, *chosen)]
+            image = [part["image"] for part in parts if "image" in part][-1]
+            if not image.startswith("flexmarl-"):
+                continue
+            if any("build" in part for part in parts):
+                built.append(image)
+            else:
+                assert [part["pull_policy"] for part in parts if "pull_policy" in part] == ["never"]
+        assert len(built) == len(set(built))
 
 
 def test_ranks_of_both_trainers_find_each_other():
