@@ -18,7 +18,7 @@ from runtime.echo_service import NAME, Echo
 from flexmarl.cli.commands import doctor as command
 from flexmarl.cli.doctor import host
 from flexmarl.cli.doctor.network import ask, look_at
-from flexmarl.cli.doctor.settings import read_settings
+from flexmarl.cli.doctor.settings import ask_services, read_settings
 from flexmarl.cli.errors import CliError
 from flexmarl.core.doctor import Level, PortState
 from flexmarl.core.peer_credentials import PeerCredentials
@@ -129,8 +129,25 @@ def test_a_host_without_shared_memory(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    assert host.check_disk(file / "below").level is Level.WRONG
-    assert host.check_disk(tmp_path / "not" / "yet").level is not Level.WRONG
+    assert host.check_disk(file).level is Level.WRONG
+    assert host.nearest_existing(tmp_path / "not" / "yet") == tmp_path
+    assert host.check_disk(tmp_path).level is not Level.WRONG
+
+
+def test_a_service_is_asked_what_it_has_against_its_file(tmp_path):
+    texts = {
+        "trainer": "slot = ['slot0']",
+        "engine-host": "role = 'engine-host'",
+        "of-nobody": "slot = 1",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    asked = ask_services([read_settings(tmp_path / f"{name}.toml") for name in texts])
+    assert [each.problem for each in asked] == [
+        f"{tmp_path}/trainer.toml: unknown key 'slot', did you mean 'slots'?",
+        "",
+        "",
+    ]
 
 
 def test_gpus_that_are_asked_for_and_not_there(monkeypatch, tmp_path):

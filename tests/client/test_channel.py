@@ -124,6 +124,15 @@ async def test_nobody_there_is_unavailable_by_name():
             await channel.wait_ready(timeout_s=0.05)
 
 
+async def test_a_hosts_proxy_for_the_web_is_not_used(echo, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(echo) as server, connect(server.address) as channel:
+        assert await channel.unary_unary(path("Unary"))(b"x") == b"x"
+
+
 async def test_ids_travel_with_the_call(channel):
     ids = channel.unary_unary(path("Ids"))
     assert await ids(b"") == b"{}"

@@ -270,7 +270,7 @@ def judge_settings(problems: Mapping[str, str]) -> list[Finding]:
     Args:
         problems: One line by file; empty: it is fine.
     """
-    remedy = "correct the file; what each key means: the service's README"
+    remedy = "correct the file; what each key means: docs/reference/config.md"
     return [
         Finding("settings", Level.WRONG, problem, remedy)
         if problem

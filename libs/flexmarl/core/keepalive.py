@@ -75,5 +75,7 @@ def client_options() -> Options:
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_BACKOFF_MS),
         ("grpc.dns_min_time_between_resolutions_ms", NAME_LOOKUP_INTERVAL_MS),
+        # A host's proxy for the web knows no way into the cluster's network, nor to loopback.
+        ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),  # the client retries by itself, with the same request id
     )

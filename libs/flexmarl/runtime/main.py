@@ -43,7 +43,7 @@ def run_service(
         argv: Arguments; those of the process by default.
 
     Returns:
-        Exit code: 0 stopped in order, 1 failed while running, 2 refused to start.
+        Exit code: 0 stopped in order, or checked; 1 failed while running; 2 refused to start.
     """
     args = _parser(name).parse_args(argv)
     try:
@@ -53,6 +53,8 @@ def run_service(
         use_credentials(client_credentials(config.client))
     except ConfigError as error:
         return _refuse(name, str(error))
+    if args.check:
+        return 0
     configure_logging(config.log, service=name)
     log = get_logger(__name__)
     log.info("configuration", config=config.model_dump(mode="json"))
@@ -91,5 +93,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=None, help="TOML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as a.b=1"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the configuration is one"
     )
     return parser

@@ -15,10 +15,11 @@ from flexmarl.cli.doctor.host import (
     check_open_files,
     check_shared_memory,
     check_versions,
+    nearest_existing,
 )
 from flexmarl.cli.doctor.network import ask, look_at
 from flexmarl.cli.doctor.rendezvous import meet
-from flexmarl.cli.doctor.settings import Settings, read_settings
+from flexmarl.cli.doctor.settings import Settings, ask_services, read_settings
 from flexmarl.cli.errors import EXIT_FAILED, CliError
 from flexmarl.cli.output import print_json, print_line
 from flexmarl.core.doctor import (
@@ -62,7 +63,7 @@ def doctor(
     """
     for address in (*peers, *([meet_at] if meet_at else [])):
         _check_address(address)
-    settings = [read_settings(path) for path in _files(configs)]
+    settings = ask_services([read_settings(path) for path in _files(configs)])
     findings = [
         *check_versions(),
         *judge_settings({str(each.path): each.problem for each in settings}),
@@ -105,9 +106,10 @@ def _check_folders(settings: Sequence[Settings], data_dir: Path) -> list[Finding
         if each.shm_dir is not None or each.memory_tier_bytes
     } or {SHARED_MEMORY: DEFAULT_TIER_BYTES}
     folders = {each.data_dir for each in settings if each.data_dir is not None} or {data_dir}
+    there = {nearest_existing(folder) for folder in folders}
     return [
         *(check_shared_memory(path, wanted_bytes=size) for path, size in tiers.items()),
-        *(check_disk(folder) for folder in sorted(folders)),
+        *(check_disk(folder) for folder in sorted(there)),
     ]
 
 

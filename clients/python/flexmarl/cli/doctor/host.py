@@ -90,20 +90,24 @@ def check_open_files() -> Finding:
     return judge_open_files(soft=soft, hard=hard)
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
 def check_disk(folder: Path) -> Finding:
-    """How long a small durable write takes; nothing is left behind."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    """How long a small durable write takes in a folder that is there; nothing is left behind."""
     try:
-        times = _time_writes(there)
-        stats = os.statvfs(there)
+        times = _time_writes(folder)
+        stats = os.statvfs(folder)
     except OSError as error:
         why = error.strerror or str(error)
-        return judge_disk(str(there), fsync_s=0.0, free_bytes=0, failure=why)
+        return judge_disk(str(folder), fsync_s=0.0, free_bytes=0, failure=why)
     free_bytes = stats.f_frsize * stats.f_bavail
     return judge_disk(
-        str(there), fsync_s=statistics.median(times), free_bytes=free_bytes, failure=""
+        str(folder), fsync_s=statistics.median(times), free_bytes=free_bytes, failure=""
     )
 
 

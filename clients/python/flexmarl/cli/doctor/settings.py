@@ -1,11 +1,18 @@
-"""What a service's configuration file says about its host; its service is not needed to read it."""
+"""What a service's configuration file says about its host, and whether the service takes it.
+
+The first is read here, also where the service is not installed; the second its own process says.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -16,6 +23,16 @@ from flexmarl.runtime.tls import client_credentials, has_tls, server_context
 from flexmarl.runtime.tokens import read_tokens
 
 _PEER_KEYS: Final = ("dispatcher", "rollout", "trainers")
+_SERVICES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "meg-store": "meg_store",
+        "rollout": "rollout",
+        "engine-host": "rollout",
+        "trainer": "trainer",
+        "orchestrator": "orchestrator",
+    }
+)
+_CHECK_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +94,39 @@ def read_settings(path: Path) -> Settings:
         client=client,
         problem=_lock_problem(path, server, client),
     )
+
+
+def ask_services(settings: Sequence[Settings]) -> list[Settings]:
+    """The same, with what their services have against the files, of those that are installed."""
+    checks = [_start_check(each) for each in settings]
+    return [_with_answer(each, check) for each, check in zip(settings, checks, strict=True)]
+
+
+def _start_check(settings: Settings) -> subprocess.Popen[str] | None:
+    name = _SERVICES.get(settings.service)
+    if settings.problem or name is None or find_spec(f"flexmarl.{name}") is None:
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-m", f"flexmarl.{name}", "--check", "--config", str(settings.path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _with_answer(settings: Settings, check: subprocess.Popen[str] | None) -> Settings:
+    if check is None:
+        return settings
+    try:
+        _, said = check.communicate(timeout=_CHECK_S)
+    except subprocess.TimeoutExpired:
+        check.kill()
+        check.communicate()
+        return settings  # a host this slow has other findings
+    if not check.returncode:
+        return settings
+    line = (said.strip().splitlines() or [f"exit code {check.returncode}"])[-1]
+    return replace(settings, problem=line.partition(": ")[2] or line)
 
 
 def _own_address(server: ServerConfig) -> str:
