@@ -73,7 +73,7 @@ class ServerCertificates:
         """For gRPC, which asks before each handshake whether there is something newer."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
-            self._take,
+            self._take,  # type: ignore[arg-type]  # the stubs forget that None is "no change"
             require_client_authentication=self._config.client_ca is not None,
         )
 
