@@ -23,7 +23,7 @@ AWAY_S = 8.0
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_a_host_is_lost_and_comes_back_while_a_run_goes_on(tmp_path):
+async def test_a_host_is_lost_and_comes_back_while_a_run_goes_on(tmp_path, proves):
     memory = Path(tempfile.mkdtemp(prefix="flexmarl-test-", dir="/dev/shm"))
     try:
         cluster = await asyncio.to_thread(ThreeHosts(tmp_path / "hosts", memory).__enter__)
@@ -63,6 +63,11 @@ async def test_a_host_is_lost_and_comes_back_while_a_run_goes_on(tmp_path):
             held = [len(await each.list_groups("hosts")) for each in store.shards.values()]
             assert all(held)
             assert sum(held) == SIZE.versions * SIZE.groups
+        proves(
+            f"3 hosts, one lost for {AWAY_S:.0f} s with its store, engines and a rank of a group "
+            f"of two, and returned: {SIZE.versions} versions, {SIZE.versions * SIZE.vertices} rows "
+            f"finished = consumed, none twice, groups {' + '.join(map(str, held))} on the stores"
+        )
     finally:
         await asyncio.to_thread(cluster.__exit__)
 
