@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from meg_store.store_harness import RUN, a_run, serving
@@ -13,6 +14,7 @@ from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.errors import DeadlineError, UnavailableError
 from flexmarl.client.store import StoreClient
 from flexmarl.core.call_context import set_deadline
+from flexmarl.core.errors import DomainError, ErrorReason
 
 
 def unused_address() -> str:
@@ -66,13 +68,22 @@ async def test_view_in_use_keeps_its_lease(tmp_path):
         assert (await store.get_stats()).numbers["leases"] == 1
 
 
-async def test_file_that_is_not_on_this_node_leaves_no_lease(tmp_path):
+async def test_file_that_is_not_here_or_cut_short_is_told_and_leaves_no_lease(tmp_path):
     async with serving(tmp_path, backend="memory") as (store, shard):
         await store.create_run(a_run())
-        async with store.allocate_segment(RUN, "s", [BufferSpec("a", "U8", (9,))]):
-            pass
+        async with store.allocate_segment(RUN, "s", [BufferSpec("a", "U8", (99,))]) as writer:
+            await writer.seal(checksum="sha256:0")  # so that nobody maps it to compute one
         segment = shard.segments.of_run(RUN)[0]
-        segment.view.path += ".elsewhere"
-        with pytest.raises(FileNotFoundError):
+        path = Path(segment.view.path)
+        os.truncate(path, 98)
+        with pytest.raises(DomainError, match=f"segment s is cut short: {path} has 98") as caught:
             await store.open_segment(RUN, "s", holder="x")
+        assert caught.value.reason is ErrorReason.CHECKSUM_MISMATCH
+        os.truncate(path, 0)
+        with pytest.raises(DomainError, match=f"segment s is cut short: {path} is empty"):
+            await store.open_segment(RUN, "s", holder="x")
+        segment.view.path += ".elsewhere"
+        with pytest.raises(DomainError, match=f"segment s: {path}.elsewhere cannot be") as caught:
+            await store.open_segment(RUN, "s", holder="x")
+        assert caught.value.reason is ErrorReason.SEGMENT_NOT_FOUND
         assert (await store.get_stats()).numbers["leases"] == 0

@@ -96,6 +96,8 @@ async def survives(name: str, two: Two, tmp_path: Path, victim: str) -> None:
         match victim:
             case "lent rank":
                 kill((await two.at_work(two.lending)).pid)
+            case "leading rank":
+                kill((await two.at_work(two.leading)).pid)
             case "leading trainer":
                 await two.at_work(two.leading)
                 await two.kill_trainer(two.leading)
@@ -116,8 +118,9 @@ async def survives(name: str, two: Two, tmp_path: Path, victim: str) -> None:
 
 
 @pytest.mark.real
-async def test_a_run_survives_the_death_of_a_rank_on_a_lent_slot(two: Two, tmp_path: Path) -> None:
-    await survives("lent-rank", two, tmp_path, "lent rank")
+@pytest.mark.parametrize("victim", ["lent rank", "leading rank"])
+async def test_a_run_survives_the_death_of_a(victim: str, two: Two, tmp_path: Path) -> None:
+    await survives(victim.replace(" ", "-"), two, tmp_path, victim)
 
 
 @pytest.mark.long

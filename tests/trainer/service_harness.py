@@ -378,8 +378,10 @@ async def start_cluster(
 
 
 @contextmanager
-def fails(*reasons: ErrorReason, match: str | None = None) -> Iterator[None]:
+def fails(
+    *reasons: ErrorReason, match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[DomainError]]:
     """The call inside fails with one of these reasons, and says this."""
     with pytest.raises(DomainError, match=match) as caught:
-        yield
+        yield caught
     assert caught.value.reason in reasons, caught.value

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,62 @@ async def test_an_old_term_that_writes_late_changes_nothing(run: Run) -> None:
     assert state is not None
     assert list(state.ledger) == []
     assert (await slots(run.cluster))["slot0"].policy == ""
+
+
+HARMS: dict[str, tuple[ErrorReason, str, Callable[[Path], object]]] = {
+    "gone": (ErrorReason.SEGMENT_NOT_FOUND, "cannot be mapped", Path.unlink),
+    "cut short": (
+        ErrorReason.CHECKSUM_MISMATCH,
+        "cut short",
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+    ),
+    "changed": (
+        ErrorReason.CHECKSUM_MISMATCH,
+        "has the content sha256:",
+        lambda path: write(path, path.read_bytes()[::-1]),
+    ),
+}
+
+
+def read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["master", "moments"])
+@pytest.mark.parametrize("harm", HARMS)
+async def test_state_that_cannot_be_read_is_named_and_nothing_is_half_bound(
+    run: Run, kind: str, harm: str
+) -> None:
+    """The binding reads weights, the update moments; neither goes on with anything else."""
+    reason, says, do_harm = HARMS[harm]
+    record = await run.micro_batch("p", make_rows(3), batch=0)
+    before = await run.cluster.store.get_state(run.run_id, "p")
+    assert before is not None
+    ref = getattr(before, kind)
+    async with run.cluster.store.open_segment(run.run_id, ref.key, holder="test") as reader:
+        path = Path(reader.path)
+    if kind == "moments":
+        await run.bind("p", ["slot0", "slot1"])
+        await run.compute(record)
+    whole = read(path)
+    do_harm(path)
+    with fails(reason, match=f"segment {re.escape(ref.key)}.*{re.escape(str(path))}.*") as caught:
+        if kind == "master":
+            await run.bind("p", ["slot0", "slot1"])
+        else:
+            await run.apply("p", 0, [record.micro_batch_id])
+    assert says in str(caught.value)
+    assert {slot.policy for slot in (await slots(run.cluster)).values()} == {""}
+    assert await run.cluster.store.get_state(run.run_id, "p") == before
+    write(path, whole)
+    await run.bind("p", ["slot0", "slot1"])
+    assert (await run.compute(record)).added
+    assert (await run.apply("p", 0, [record.micro_batch_id])).state.version == 1
+    await run.suspend("p")
 
 
 async def test_suspension_leaves_nothing_in_use(run: Run) -> None:

@@ -136,9 +136,11 @@ async def test_ranks_on_two_trainers_make_the_same_numbers(two: Two, tiny_model:
     await alone.suspend("p")
 
 
-async def test_a_rank_of_the_second_trainer_dies_and_nothing_counts_twice(
-    two: Two, tiny_model: Path
+@pytest.mark.parametrize("whose", ["leading", "lending"])
+async def test_a_rank_of_one_trainer_dies_and_nothing_counts_twice(
+    two: Two, tiny_model: Path, whose: str
 ) -> None:
+    victim = two.first if whose == "leading" else two.second
     quiet = await two.make_run(tiny_model)
     await quiet.bind("p", ["slot0", "slot1"])
     calm = [await quiet.micro_batch("p", make_rows(6, seed=seed), batch=0) for seed in range(3)]
@@ -153,8 +155,8 @@ async def test_a_rank_of_the_second_trainer_dies_and_nothing_counts_twice(
     await run.compute(records[0])
     await run.save("p")
     await run.compute(records[1])
-    pid = await slot_pid(two.second)
-    os.kill(pid, signal.SIGSTOP)  # rank 0 now waits for it in a collective
+    pid = await slot_pid(victim)
+    os.kill(pid, signal.SIGSTOP)  # the other rank now waits for it in a collective
     work = asyncio.create_task(run.compute(records[2]))
     await until(two.second, lambda status: status.slots[0].activity == "gradients")
     os.kill(pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, saved
 
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import SECOND_HAND
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -25,6 +26,15 @@ def unloaded(*segments: rank_pb2.MappedSegment) -> rank_pb2.RankSaved:
     for segment in named.segments:
         segment.path = "/nowhere"
     return named
+
+
+def cut_short(segment: rank_pb2.MappedSegment) -> rank_pb2.MappedSegment:
+    torn = rank_pb2.MappedSegment()
+    torn.CopyFrom(segment)
+    torn.path = f"{segment.path}-torn"
+    content = Path(segment.path).read_bytes()
+    Path(torn.path).write_bytes(content[: len(content) // 2])
+    return torn
 
 
 def renamed(
@@ -192,6 +202,39 @@ async def test_moments_stay_out_of_swaps_until_the_update(
         )
         ends.append(np.concatenate([flat(targets[kind]) for kind in ("master", "moments")]))
     assert np.array_equal(*ends)
+    await policy.unbind()
+
+
+async def test_moments_that_one_rank_cannot_read_stop_the_update_on_both(
+    ranks: Ranks, tiny_model: Path
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0, 1])
+    await policy.bind()
+    state = await policy.export("master", "moments")
+    await policy.unbind()
+    whole = saved(state["master"], state["moments"])
+    del whole.segments[1]
+    await policy.bind(whole)
+    await policy.add(make_rows(4))
+    torn = cut_short(state["moments"])
+    target = policy.segment("master")
+    outcomes = await asyncio.gather(
+        *(
+            ranks.call(
+                [member],
+                apply=rank_pb2.RankApply(denominator=4.0, targets=[target], sources=[source]),
+            )
+            for member, source in ((0, state["moments"]), (1, torn))
+        ),
+        return_exceptions=True,
+    )
+    assert all(isinstance(outcome, DomainError) for outcome in outcomes), outcomes
+    heard, found = outcomes
+    assert heard.reason is found.reason is ErrorReason.CHECKSUM_MISMATCH
+    assert SECOND_HAND in heard.metadata
+    assert found.metadata == {"segment": torn.key, "path": torn.path}
+    assert np.array_equal(flat((await policy.export("master"))["master"]), flat(state["master"]))
+    await policy.apply(4.0, sources=[state["moments"]])
     await policy.unbind()
 
 

@@ -9,17 +9,25 @@ import pytest
 
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import SECOND_HAND
 from flexmarl.trainer import rank_group
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.workers import Worker
 
 
 class StandIn:
-    """A worker that fails after a while, or never answers until it is killed."""
+    """A worker that fails after a while, or never answers until it is killed.
 
-    def __init__(self, number: int, reason: ErrorReason | None, *, after_s: float = 0.0) -> None:
+    Args:
+        heard: It has heard of another one's failure, and that is all it says.
+    """
+
+    def __init__(
+        self, number: int, reason: ErrorReason | None, *, after_s: float = 0.0, heard: bool = False
+    ) -> None:
         self.slot, self.pid, self.position = f"slot{number}", 70 + number, number
         self._reason, self._after_s = reason, after_s
+        self._metadata = {SECOND_HAND: "true"} if heard else {}
         self._killed = asyncio.Event()
 
     async def call(self, _: rank_pb2.RankCommand, *, timeout_s: float) -> rank_pb2.RankReply:
@@ -27,7 +35,7 @@ class StandIn:
             await self._killed.wait()
             raise DomainError(ErrorReason.CHILD_DIED, f"{self.slot} was killed")
         await asyncio.sleep(self._after_s)
-        raise DomainError(self._reason, f"{self.slot} failed")
+        raise DomainError(self._reason, f"{self.slot} failed", self._metadata)
 
     def kill(self) -> None:
         self._killed.set()
@@ -60,3 +68,20 @@ async def test_the_cause_is_told_and_nobody_is_left_waiting(
     with pytest.raises(DomainError, match=says) as caught:
         await group.command(rank_pb2.RankCommand())
     assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_who_only_heard_of_a_failure_is_not_its_cause(first: int) -> None:
+    """As when one rank cannot read its state: all fail, and one knows which file it was."""
+    workers: list[Any] = [
+        StandIn(
+            number,
+            ErrorReason.CHECKSUM_MISMATCH,
+            after_s=0.0 if number == first else 0.02,
+            heard=number == 0,
+        )
+        for number in range(2)
+    ]
+    group = RankGroup(cast("list[Worker]", workers), command_timeout_s=1.0)
+    with pytest.raises(DomainError, match="slot1 failed"):
+        await group.command(rank_pb2.RankCommand())

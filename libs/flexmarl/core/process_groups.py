@@ -19,6 +19,9 @@ from flexmarl.core.errors import DomainError, ErrorReason
 NUMBERS_OF_OTHERS: Final = 512
 """A trainer's workers have numbers below, their position; ranks of other trainers from here on."""
 
+SECOND_HAND: Final = "second_hand"
+"""Metadata of a rank's failure that is another one's: it has heard of it, not of its cause."""
+
 
 def numbers_of_members(own: Sequence[int], *, first_rank: int, world_size: int) -> tuple[int, ...]:
     """Numbers by which a trainer's own workers know the members of a group, in order of rank.

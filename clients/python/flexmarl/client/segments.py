@@ -9,7 +9,16 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,6 +28,7 @@ from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import Buffer, content_hash, spec_of
 from flexmarl.client.mappings import Kept, KeptMappings
+from flexmarl.core.errors import DomainError, ErrorReason
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +46,18 @@ class MappedSegment:
         path: File made by the store.
         buffers: Layout.
         writable: Views can be written; the file changes with them.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: It is shorter than its layout.
     """
 
     def __init__(
-        self, path: str | Path, buffers: Iterable[pb.NamedBuffer], *, writable: bool = False
+        self, path: str | Path, buffers: Collection[pb.NamedBuffer], *, writable: bool = False
     ) -> None:
         handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
+            _check_length(path, os.fstat(handle).st_size, buffers)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(handle, 0, access=access)
         finally:
@@ -82,8 +97,19 @@ def views(whole: memoryview, buffers: Iterable[pb.NamedBuffer]) -> Mapping[str, 
     )
 
 
+def _check_length(path: str | Path, size_bytes: int, buffers: Collection[pb.NamedBuffer]) -> None:
+    end = max((buffer.offset + buffer.size_bytes for buffer in buffers), default=0)
+    if size_bytes < max(end, 1):  # nothing can be mapped of an empty file
+        raise ValueError(f"{path} has {size_bytes} bytes, its layout needs {end}")
+
+
 def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
-    """Content hash of a segment file."""
+    """Content hash of a segment file.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: It is shorter than its layout.
+    """
     mapped = MappedSegment(path, buffers)
     try:
         return mapped.content_hash()
@@ -91,8 +117,33 @@ def hash_file(path: Path, buffers: Sequence[pb.NamedBuffer]) -> str:
         mapped.close()
 
 
+def _map_whole(view: pb.OpenSegmentResponse, mappings: KeptMappings) -> Kept:
+    key, path = view.object.key, view.path
+    where = {"segment": key, "path": path}
+    try:
+        kept = mappings.map(path)
+    except OSError as error:
+        message = f"segment {key}: {path} cannot be mapped on this node: {error.strerror}"
+        raise DomainError(ErrorReason.SEGMENT_NOT_FOUND, message, where) from error
+    except ValueError as error:
+        message = f"segment {key} is cut short: {path} is empty"
+        raise DomainError(ErrorReason.CHECKSUM_MISMATCH, message, where) from error
+    try:
+        _check_length(path, len(kept.map), view.buffers)
+    except ValueError as error:
+        mappings.keep(kept)
+        message = f"segment {key} is cut short: {error}"
+        raise DomainError(ErrorReason.CHECKSUM_MISMATCH, message, where) from error
+    return kept
+
+
 class SegmentReader:
-    """A sealed segment under a lease; `close`, or the end of `async with`, gives it back."""
+    """A sealed segment under a lease; `close`, or the end of `async with`, gives it back.
+
+    Raises:
+        DomainError: SEGMENT_NOT_FOUND when its file cannot be opened on this node,
+            CHECKSUM_MISMATCH when it is cut short; the lease is the caller's to give back then.
+    """
 
     def __init__(
         self,
@@ -103,7 +154,7 @@ class SegmentReader:
         self.view = view
         self._give_back = give_back
         self._mappings = mappings
-        self._kept: Kept | None = mappings.map(view.path)
+        self._kept: Kept | None = _map_whole(view, mappings)
         self._whole = memoryview(self._kept.map)
         self._buffers = views(self._whole, view.buffers)
 

@@ -18,6 +18,7 @@ from flexmarl.client.errors import UnavailableError
 from flexmarl.client.mappings import KeptMappings
 from flexmarl.client.request import new_request_id
 from flexmarl.client.segments import Held, SegmentReader, SegmentWriter
+from flexmarl.core.errors import DomainError
 
 
 class StoreSegments(ServiceClient):
@@ -161,6 +162,10 @@ class StoreSegments(ServiceClient):
         """A sealed segment, mapped under a lease: `async with store.open_segment(...) as reader`.
 
         Awaited instead, the reader is the caller's to close.
+
+        Raises:
+            DomainError: SEGMENT_NOT_FOUND, also when its file cannot be opened on this node;
+                CHECKSUM_MISMATCH when that is cut short.
         """
         return Held(self._open(run_id, key, holder=holder))
 
@@ -169,7 +174,7 @@ class StoreSegments(ServiceClient):
         response: pb.OpenSegmentResponse = await self._call("OpenSegment", request)
         try:
             return SegmentReader(response, self.close_segment, self._read_mappings)
-        except OSError:  # the file is not on this node
+        except DomainError:  # its file is not on this node, or not whole
             await self.close_segment(response.lease_id)
             raise
 

@@ -313,8 +313,8 @@ class Segments:
             checksum = await asyncio.to_thread(
                 hash_file, segment.file.path, list(segment.view.buffers)
             )
-        except FileNotFoundError:
-            return  # freed meanwhile, or lost with the host; whoever opens it is told
+        except (FileNotFoundError, ValueError):
+            return  # freed meanwhile, lost with the host, or cut short; whoever opens it is told
         if self._segments.get(key) is not segment:
             return
         segment.view.object.checksum = checksum

@@ -93,7 +93,8 @@ class TrainerConfig(ServiceConfig):
     """Replace a slot's worker after each binding: nothing is kept from one policy to the next, and
     every activation pays for process, group, module and state."""
     verify_swaps: bool = False
-    """Read state back after it was moved out and compare checksums."""
+    """Read state back after it was moved out, and compare checksums; compare them again with those
+    of the store before it is moved in."""
     warm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest start of a worker."""
     command_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import SECOND_HAND
 from flexmarl.trainer.workers import Worker
 
 _REFUSAL_GRACE_S: Final = 5.0
@@ -153,9 +154,11 @@ class RankGroup:
 def _cause(errors: Sequence[BaseException], hung: Sequence[str]) -> BaseException:
     """What failed first is the cause: the others may have failed for want of it.
 
-    But a rank that waited for others in vain is never the cause; the error names those that it
-    waited for, or is what became of them.
+    But a rank that has only heard of a failure, or waited for others in vain, is never the cause;
+    the error is the one that it heard of, names those that it waited for, or is what became of
+    them.
     """
+    errors = [error for error in errors if not _is_second_hand(error)] or errors
     if not _waited(errors[0]):
         return errors[0]
     if hung:
@@ -166,6 +169,10 @@ def _cause(errors: Sequence[BaseException], hung: Sequence[str]) -> BaseExceptio
             {"ranks": names},
         )
     return next((error for error in errors if not _waited(error)), errors[0])
+
+
+def _is_second_hand(error: BaseException) -> bool:
+    return isinstance(error, DomainError) and SECOND_HAND in error.metadata
 
 
 def _waited(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import BufferSpec
 from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.weights_probe import PROBE_ATTRIBUTE, write_probe
 from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.totals import IN, OUT, Traffic
@@ -55,6 +56,7 @@ class StateSegments:
         weights_dtype: Dtype that engines load.
         moments: Prefixes of the optimizer's moments.
         traffic: Added to: bytes that ranks read and write.
+        verify: Compare what is opened with its checksum, where the store has computed it.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StateSegments:
         weights_dtype: str,
         moments: tuple[str, ...],
         traffic: Traffic,
+        verify: bool,
     ) -> None:
         self._store = store
         self._names = names
@@ -73,17 +76,28 @@ class StateSegments:
         self._weights_dtype = weights_dtype
         self._moments = moments
         self._traffic = traffic
+        self._verify = verify
 
     @asynccontextmanager
     async def opened(
         self, refs: Mapping[str, common_pb2.ObjectRef]
     ) -> AsyncIterator[list[rank_pb2.MappedSegment]]:
-        """Holds leases on segments for the block, by kind; yields them for the ranks to map."""
-        readers: list[SegmentReader] = await asyncio.gather(
-            *(self._open(ref.key) for ref in refs.values())
+        """Holds leases on segments for the block, by kind; yields them for the ranks to map.
+
+        Raises:
+            DomainError: See `StoreClient.open_segment`; CHECKSUM_MISMATCH when verified.
+        """
+        opened = await asyncio.gather(
+            *(self._open(ref.key) for ref in refs.values()), return_exceptions=True
         )
-        self._traffic[IN] += sum(ref.size_bytes for ref in refs.values())
+        readers = [reader for reader in opened if isinstance(reader, SegmentReader)]
         try:
+            for failure in opened:
+                if isinstance(failure, BaseException):
+                    raise failure
+            if self._verify:
+                await asyncio.gather(*(asyncio.to_thread(_check_content, r) for r in readers))
+            self._traffic[IN] += sum(ref.size_bytes for ref in refs.values())
             yield [
                 rank_pb2.MappedSegment(
                     kind=kind,
@@ -205,3 +219,21 @@ async def _seal(
     if written.probe_logprobs:
         attributes[PROBE_ATTRIBUTE] = write_probe(written.probe_logprobs)
     return await writer.seal(checksum=written.weights_hash, attributes=attributes)
+
+
+def _check_content(reader: SegmentReader) -> None:
+    """Compares what lies in a segment's file with what was sealed.
+
+    Raises:
+        DomainError: CHECKSUM_MISMATCH.
+    """
+    sealed, key, path = reader.object.checksum, reader.object.key, reader.path
+    if not sealed:
+        return  # it is being computed still
+    found = reader.content_hash()
+    if found != sealed:
+        raise DomainError(
+            ErrorReason.CHECKSUM_MISMATCH,
+            f"segment {key}: {path} has the content {found}, sealed was {sealed}",
+            {"segment": key, "path": path},
+        )

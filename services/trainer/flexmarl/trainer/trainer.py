@@ -326,6 +326,7 @@ class Trainer:
             weights_dtype=config.rollout.dtype,
             moments=MOMENTS[config.optimizer.kind],
             traffic=self.totals.traffic_of(policy),
+            verify=self._config.verify_swaps,
         )
 
     def _parts(self, run: OpenRun, claim: Claim, borrowed: Sequence[Borrowed]) -> BindingParts:

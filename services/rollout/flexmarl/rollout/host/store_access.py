@@ -89,7 +89,7 @@ class StoreAccess:
         """The command that makes an engine load, and the lease to close afterwards.
 
         Raises:
-            DomainError: SEGMENT_NOT_FOUND, or what the store says.
+            DomainError: See `StoreClient.open_segment`.
         """
         load = EngineLoad(
             load_id=str(effect.load_id),
@@ -99,12 +99,9 @@ class StoreAccess:
         )
         if not effect.fetch:
             return load, None
-        key = effect.order.key
-        try:
-            segment = await self._required().open_segment(effect.run_id, key, holder=self._holder)
-        except OSError as error:
-            message = f"segment {key} cannot be mapped on this node: {error.strerror}"
-            raise DomainError(ErrorReason.SEGMENT_NOT_FOUND, message, {"key": key}) from error
+        segment = await self._required().open_segment(
+            effect.run_id, effect.order.key, holder=self._holder
+        )
         load.path = segment.path
         load.probe_logprobs.extend(read_probe(segment.attributes))
         load.buffers.extend(

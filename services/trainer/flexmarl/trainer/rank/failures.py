@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.process_groups import SECOND_HAND
 
 _NO_MEMORY: Final = ("can't allocate memory", "not enough memory", "out of memory")
 _WAITED: Final = ("timed out", "timeout", "connection closed by peer", "connection reset")
@@ -42,6 +43,8 @@ def agree(error: DomainError | None, *, group: dist.ProcessGroup, device: torch.
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
         code = int(worst.item())
         if error is None and code:
-            error = DomainError(_REASONS[code - 1], "another rank of the group failed")
+            error = DomainError(
+                _REASONS[code - 1], "another rank of the group failed", {SECOND_HAND: "true"}
+            )
     if error is not None:
         raise error

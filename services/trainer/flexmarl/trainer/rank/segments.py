@@ -46,7 +46,7 @@ class SegmentFile(Protocol):
         """Fills `target` (uint8, contiguous, on the host) from the file.
 
         Raises:
-            DomainError: CHECKSUM_MISMATCH when the file ends before.
+            DomainError: CHECKSUM_MISMATCH when the file ends before, or its medium fails.
         """
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -72,18 +72,18 @@ class SegmentFiles:
         """Opens a segment's file for the block.
 
         Raises:
-            DomainError: SEGMENT_NOT_FOUND when the file is gone.
+            DomainError: SEGMENT_NOT_FOUND when it cannot be opened: the file is gone.
         """
         try:
             if segment.in_memory and os.stat(segment.path).st_size >= MAPPED_FROM_BYTES:
                 file: _MappedFile | _PositionedFile = _MappedFile(self._mappings, segment)
             else:
                 file = _PositionedFile(segment, write=write)
-        except FileNotFoundError as error:
+        except OSError as error:
             raise DomainError(
                 ErrorReason.SEGMENT_NOT_FOUND,
-                f"the file of segment {segment.key} is gone",
-                {"segment": segment.key},
+                f"{segment.kind} in segment {segment.key}: {segment.path}: {error.strerror}",
+                {"segment": segment.key, "path": segment.path},
             ) from error
         try:
             yield file
@@ -118,7 +118,7 @@ class _MappedFile:
 
     def _place(self, offset: int, size_bytes: int) -> int:
         if offset + size_bytes > len(self._kept.map):
-            raise _ends_before(self._segment, offset + size_bytes)
+            raise _unread(self._segment, f"ends before byte {offset + size_bytes}")
         return self._start + offset
 
 
@@ -134,9 +134,13 @@ class _PositionedFile:
         """See `SegmentFile`."""
         view = target.numpy().data
         while view.nbytes:
-            count = os.preadv(self._descriptor, [view], offset)
+            try:
+                count = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                what = f"cannot be read at byte {offset}: {error.strerror}"
+                raise _unread(self._segment, what) from error
             if not count:
-                raise _ends_before(self._segment, offset + view.nbytes)
+                raise _unread(self._segment, f"ends before byte {offset + view.nbytes}")
             view, offset = view[count:], offset + count
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -160,9 +164,9 @@ class _PositionedFile:
         os.close(self._descriptor)
 
 
-def _ends_before(segment: rank_pb2.MappedSegment, byte: int) -> DomainError:
+def _unread(segment: rank_pb2.MappedSegment, what: str) -> DomainError:
     return DomainError(
         ErrorReason.CHECKSUM_MISMATCH,
-        f"segment {segment.key} ends before byte {byte}",
-        {"segment": segment.key},
+        f"{segment.kind} in segment {segment.key}: {segment.path} {what}",
+        {"segment": segment.key, "path": segment.path},
     )
