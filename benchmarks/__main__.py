@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.util
 import logging
+import signal
 import sys
 
 import structlog
@@ -43,6 +44,8 @@ def main() -> int:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
+    # Ended from outside, it stops its processes and removes its folders, as at its own end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report = Report()
     try:
         for module in built:

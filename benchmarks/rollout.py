@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Report
+from benchmarks.shared_memory import shared_folder
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.common.v1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1.graph_pb2 import Group, Manifest, PolicyManifest
@@ -121,32 +120,32 @@ async def cluster(
     folder: Path, *, dispatcher: Sequence[str] = (), host: Sequence[str] = ()
 ) -> AsyncIterator[tuple[StoreClient, RolloutClient, dict[str, int]]]:
     """Store, dispatcher and engine host as processes; their further settings, and their pids."""
-    shm = Path(f"/dev/shm/flexmarl-bench-{uuid.uuid4().hex[:12]}")
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        store_at = await _start(
-            processes, folder, "meg_store", "flexmarl.meg_store",
-            f"store.data_dir={folder / 'data'}", f"store.shm_dir={shm}", "store.durability=fsync",
-        )  # fmt: skip
-        rollout_at = await _start(
-            processes, folder, "dispatcher", "flexmarl.rollout",
-            f"data_dir={folder / 'dispatcher'}", *dispatcher,
-        )  # fmt: skip
-        await _start(
-            processes, folder, "engine-host", "flexmarl.rollout", "role=engine-host",
-            f"data_dir={folder / 'host'}", f"dispatcher={rollout_at}", *host,
-        )  # fmt: skip
-        store, rollout = StoreClient.connect(store_at), RolloutClient.connect(rollout_at)
-        async with store, rollout:
-            yield store, rollout, {name: p.pid for name, p in processes.items()}
-    finally:
-        for process in reversed(processes.values()):
-            process.send_signal(signal.SIGTERM)
-        for process in processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            process.kill()
-        shutil.rmtree(shm, ignore_errors=True)
+    with shared_folder() as shm:
+        try:
+            store_at = await _start(
+                processes, folder, "meg_store", "flexmarl.meg_store",
+                f"store.data_dir={folder / 'data'}", f"store.shm_dir={shm}",
+                "store.durability=fsync",
+            )  # fmt: skip
+            rollout_at = await _start(
+                processes, folder, "dispatcher", "flexmarl.rollout",
+                f"data_dir={folder / 'dispatcher'}", *dispatcher,
+            )  # fmt: skip
+            await _start(
+                processes, folder, "engine-host", "flexmarl.rollout", "role=engine-host",
+                f"data_dir={folder / 'host'}", f"dispatcher={rollout_at}", *host,
+            )  # fmt: skip
+            store, rollout = StoreClient.connect(store_at), RolloutClient.connect(rollout_at)
+            async with store, rollout:
+                yield store, rollout, {name: p.pid for name, p in processes.items()}
+        finally:
+            for process in reversed(processes.values()):
+                process.send_signal(signal.SIGTERM)
+            for process in processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
+                process.kill()
 
 
 async def _start(

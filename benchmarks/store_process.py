@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.shared_memory import shared_folder
+
 
 class StoreProcess:
     """One store; durable (`fsync`) unless settings say otherwise.
@@ -63,12 +65,11 @@ class StoreProcess:
 def scratch() -> Iterator[tuple[Path, Path]]:
     """Folders for a store's data and its memory tier."""
     folder = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/var/tmp"))
-    shm = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/dev/shm"))
     try:
-        yield folder, shm
+        with shared_folder() as shm:
+            yield folder, shm
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(shm, ignore_errors=True)
 
 
 @contextmanager

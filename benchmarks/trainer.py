@@ -12,14 +12,12 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from typing import Any
 
 from benchmarks import trainer_swaps, trainer_trl
 from benchmarks.report import Report
+from benchmarks.shared_memory import shared_folder
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.common.v1.common_pb2 import ShardAddress, VersionRun, VertexRef
 from flexmarl.api.meg_store.v1.graph_pb2 import (
@@ -334,27 +333,26 @@ async def services(
     folder: Path, *settings: str
 ) -> AsyncIterator[tuple[StoreClient, TrainerClient]]:
     """Store and trainer as processes, with settings of the trainer."""
-    shm = Path(f"/dev/shm/flexmarl-bench-{uuid.uuid4().hex[:12]}")
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        store_at = await _start(
-            processes, folder, "meg_store", f"store.data_dir={folder / 'data'}",
-            f"store.shm_dir={shm}", "store.durability=fsync",
-        )  # fmt: skip
-        trainer_at = await _start(
-            processes, folder, "trainer", f"data_dir={folder / 'trainer'}", *settings
-        )
-        store, trainer = StoreClient.connect(store_at), TrainerClient.connect(trainer_at)
-        async with store, trainer:
-            yield store, trainer
-    finally:
-        for process in reversed(processes):
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            process.kill()
-        shutil.rmtree(shm, ignore_errors=True)
+    with shared_folder() as shm:
+        try:
+            store_at = await _start(
+                processes, folder, "meg_store", f"store.data_dir={folder / 'data'}",
+                f"store.shm_dir={shm}", "store.durability=fsync",
+            )  # fmt: skip
+            trainer_at = await _start(
+                processes, folder, "trainer", f"data_dir={folder / 'trainer'}", *settings
+            )
+            store, trainer = StoreClient.connect(store_at), TrainerClient.connect(trainer_at)
+            async with store, trainer:
+                yield store, trainer
+        finally:
+            for process in reversed(processes):
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
+                process.kill()
 
 
 async def _start(

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
+from benchmarks.shared_memory import shared_folder
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
@@ -80,17 +80,16 @@ def run(report: Report) -> None:
 
 async def _measure() -> dict[str, list[float]]:
     measured: dict[str, list[float]] = {}
-    shm = Path(tempfile.mkdtemp(prefix="flexmarl-bench-", dir="/dev/shm"))
-    try:
-        with tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch:
-            (Path(scratch) / "config.json").write_text(json.dumps(SMOLLM_135M))
-            started = time.perf_counter()
-            async with _ranks() as (group, port):
-                measured["cold"] = [time.perf_counter() - started]
-                await _swaps(_Policy(group, port, Path(scratch), shm), measured)
-            measured["gloo"] = [await asyncio.to_thread(_gloo_rate)]
-    finally:
-        shutil.rmtree(shm, ignore_errors=True)
+    with (
+        shared_folder() as shm,
+        tempfile.TemporaryDirectory(prefix="flexmarl-bench-") as scratch,
+    ):
+        (Path(scratch) / "config.json").write_text(json.dumps(SMOLLM_135M))
+        started = time.perf_counter()
+        async with _ranks() as (group, port):
+            measured["cold"] = [time.perf_counter() - started]
+            await _swaps(_Policy(group, port, Path(scratch), shm), measured)
+        measured["gloo"] = [await asyncio.to_thread(_gloo_rate)]
     return measured
 
 
