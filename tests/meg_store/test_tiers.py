@@ -18,6 +18,7 @@ from flexmarl.client.errors import ExistsError, FlexMarlError, NotFoundError, Un
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import pins
 from flexmarl.meg_store.disk_room import DiskRoom
+from flexmarl.meg_store.segment_files import copy_file
 from flexmarl.meg_store.segment_record import FETCHED_FROM
 
 SIZE = 640
@@ -406,3 +407,11 @@ class TestOtherStores:
             await put(store, shard, "new", 2)
             assert await read(store, "ours") == (1, pb.SEGMENT_TIER_MEMORY)
             assert shard.segments.find("theirs") is None
+
+
+def test_a_segment_that_was_cut_short_has_no_copy(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"x" * 100)
+    target.write_bytes(bytes(128))
+    with pytest.raises(OSError, match=f"{source} ends 28 bytes before its copy"):
+        copy_file(source, target, durably=False)

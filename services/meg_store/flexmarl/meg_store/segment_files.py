@@ -204,11 +204,18 @@ class SegmentFiles:
 
 
 def copy_file(source: Path, target: Path, *, durably: bool) -> None:
-    """Copy a file's bytes within the kernel, into one that exists."""
+    """Copy a file's bytes within the kernel, into one that exists and has their size.
+
+    Raises:
+        OSError: The disk failed, or the source was cut short.
+    """
     with source.open("rb") as reading, target.open("r+b") as writing:
-        left = os.fstat(reading.fileno()).st_size
+        left = os.fstat(writing.fileno()).st_size
         while left:
-            left -= os.sendfile(writing.fileno(), reading.fileno(), None, min(left, _COPY_BYTES))
+            count = os.sendfile(writing.fileno(), reading.fileno(), None, min(left, _COPY_BYTES))
+            if not count:
+                raise OSError(errno.EIO, f"{source} ends {left} bytes before its copy")
+            left -= count
     if durably:
         flush_file(target)
 

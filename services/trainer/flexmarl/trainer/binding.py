@@ -24,6 +24,7 @@ from flexmarl.core.ledger import Ledger, Presence, check_apply
 from flexmarl.core.trainer_slots import Claim
 from flexmarl.trainer import records
 from flexmarl.trainer.binding_parts import BindingParts, PassBudget
+from flexmarl.trainer.keepers import Keepers
 from flexmarl.trainer.policy_state import PolicyState
 from flexmarl.trainer.pool import Meeting
 from flexmarl.trainer.results import added_result
@@ -84,15 +85,21 @@ class Binding:
         await asyncio.gather(*(each.open(on_lost=self.lose) for each in self._parts.borrowed))
         self._check_claimed()
 
-    async def bind(self, *, meeting: Meeting, version: int | None) -> trainer_pb2.BindPolicyResult:
-        """Loads the newest saved state, or makes and saves set 0.
+    async def bind(
+        self, *, meeting: Meeting, version: int | None, keepers: Keepers | None
+    ) -> trainer_pb2.BindPolicyResult:
+        """Loads the newest saved state, or makes and saves set 0; see `PolicyState.start`.
 
         Raises:
             DomainError: See `PolicyState.start`.
         """
         async with self._turn("bind"), self._all_or_lost():
-            seconds = await self._state.start(meeting, version=version)
-            return trainer_pb2.BindPolicyResult(state=self._state.record, seconds=seconds)
+            seconds = await self._state.start(meeting, version=version, keepers=keepers)
+            return trainer_pb2.BindPolicyResult(
+                state=self._state.record,
+                seconds=seconds,
+                loaded_bytes=self._state.loaded_bytes,
+            )
 
     async def add(
         self,

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from flexmarl.core.ids import check_name
 from flexmarl.core.process_groups import NUMBERS_OF_OTHERS
+from flexmarl.core.state_paths import StatePath, StatePaths
 from flexmarl.core.training_costs import PolicyCosts, TrainingCosts
 from flexmarl.runtime.config import Section, ServiceConfig
 
@@ -85,6 +86,10 @@ class TrainerConfig(ServiceConfig):
     With room for two, the next policy's state is loaded while the present one computes."""
     max_arena_bytes: Annotated[int, Field(ge=0)] = 0
     """Most that this memory may grow to; a policy that needs more is refused. 0 means no bound."""
+    state_path: Literal["auto", "segments", "device"] = "auto"
+    """How a policy's state comes to slots that do not keep it, where those that it left may: from
+    the store's segments, or sent by those slots. auto takes what is faster by what was measured;
+    at first, segments on CPUs and the devices' own transport on GPUs."""
     max_modules: Annotated[int, Field(ge=1)] = 8
     """Most modules, and most process groups, that a worker keeps for bindings to come."""
     max_reference_bytes: Annotated[int, Field(ge=0)] = 1 << 30
@@ -118,6 +123,13 @@ class TrainerConfig(ServiceConfig):
     def compute_threads(self) -> int:
         """Compute threads of each worker."""
         return self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(self.slots))
+
+    def state_paths(self) -> StatePaths:
+        """Returns how state comes to slots; simulated ones have it from nowhere else."""
+        if self.device == "simulated":
+            return StatePaths(device="cpu", forced=StatePath.SEGMENTS)
+        forced = None if self.state_path == "auto" else StatePath(self.state_path)
+        return StatePaths(device=self.device, forced=forced)
 
     @field_validator("slots")
     @classmethod

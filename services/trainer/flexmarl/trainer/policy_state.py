@@ -8,7 +8,8 @@ method runs at a time, and that a failure in the middle ends the binding.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -17,11 +18,13 @@ from flexmarl.api.trainer.v1 import rank_pb2, trainer_pb2
 from flexmarl.core.ledger import Ledger, Presence
 from flexmarl.trainer import records
 from flexmarl.trainer.binding_parts import BindingParts
+from flexmarl.trainer.keepers import Keepers
 from flexmarl.trainer.pool import Meeting
 from flexmarl.trainer.results import largest
 from flexmarl.trainer.segments import StateTargets
 
 _SET: Final = ("weights", "master", "moments")
+_NOBODY: Final[Mapping[int, rank_pb2.Handover]] = {}
 
 
 class PolicyState:
@@ -43,6 +46,7 @@ class PolicyState:
         self._has_moments = False
         self.ledger = self._saved
         self.size_bytes = 0
+        self.loaded_bytes: Counter[str] = Counter()
 
     @property
     def record(self) -> graph_pb2.StateRecord:
@@ -57,8 +61,15 @@ class PolicyState:
                 return ledger.presence(micro_batch_id)
         return Presence.NEW
 
-    async def start(self, meeting: Meeting, *, version: int | None) -> dict[str, float]:
+    async def start(
+        self, meeting: Meeting, *, version: int | None, keepers: Keepers | None
+    ) -> dict[str, float]:
         """Binds the ranks and loads the newest saved state, or makes and saves set 0.
+
+        Args:
+            meeting: How the ranks find each other.
+            version: Newest committed version.
+            keepers: Slots that may keep the state, if it is to come from them.
 
         Returns:
             Seconds by part.
@@ -72,7 +83,7 @@ class PolicyState:
         records.check_loadable(state, policy=key.policy, version=version)
         if state is None:
             return await self._make_first_set(meeting)
-        return await self._load(meeting, state, version=version)
+        return await self._load(meeting, state, version=version, keepers=keepers)
 
     async def save_sum(self) -> trainer_pb2.StateResult:
         """Writes sum and ledger, unless they are saved already.
@@ -161,7 +172,12 @@ class PolicyState:
         return seconds
 
     async def _load(
-        self, meeting: Meeting, state: graph_pb2.StateRecord, *, version: int | None
+        self,
+        meeting: Meeting,
+        state: graph_pb2.StateRecord,
+        *,
+        version: int | None,
+        keepers: Keepers | None,
     ) -> dict[str, float]:
         self._record = state
         self.ledger = self._saved = records.ledger_of(state, version=version)
@@ -177,9 +193,15 @@ class PolicyState:
             saved = rank_pb2.RankSaved(
                 master_key=state.master.key, moments_key=state.moments.key, segments=segments
             )
-            return await self._bind_ranks(meeting, rank_pb2.RankBind(saved=saved))
+            givers = {} if keepers is None else await keepers.ask(state)
+            return await self._bind_ranks(meeting, rank_pb2.RankBind(saved=saved), givers)
 
-    async def _bind_ranks(self, meeting: Meeting, template: rank_pb2.RankBind) -> dict[str, float]:
+    async def _bind_ranks(
+        self,
+        meeting: Meeting,
+        template: rank_pb2.RankBind,
+        givers: Mapping[int, rank_pb2.Handover] = _NOBODY,
+    ) -> dict[str, float]:
         parts = self._parts
         template.binding = str(parts.claim.key)
         template.policy_json = parts.config.model_dump_json().encode()
@@ -197,6 +219,8 @@ class PolicyState:
         for rank in range(len(parts.ranks)):
             command = rank_pb2.RankCommand(bind=template)
             command.bind.rank = rank
+            if rank in givers:
+                command.bind.saved.giver.CopyFrom(givers[rank])
             commands.append(command)
         self._check()
         replies = await parts.ranks.each(commands)
@@ -204,6 +228,8 @@ class PolicyState:
         self._published = list(replies[0].bound.published) or self._parameters
         self.size_bytes = replies[0].bound.state_bytes
         self._has_moments = all(reply.bound.has_moments for reply in replies)
+        for reply in replies:
+            self.loaded_bytes.update(reply.bound.loaded_bytes)
         return dict(replies[0].bound.seconds)
 
     async def _command(self, command: rank_pb2.RankCommand) -> list[rank_pb2.RankReply]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from flexmarl.api.trainer.v1 import rank_pb2
-from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.errors import DomainError
 from flexmarl.core.process_groups import GroupBook
 from flexmarl.runtime.aio import Background
-from flexmarl.runtime.children import ChildProcess, Children
+from flexmarl.runtime.children import Children
 from flexmarl.runtime.logging import get_logger
 from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.rendezvous import Rendezvous
 from flexmarl.trainer.simulated.process import SimulatedProcess
 from flexmarl.trainer.simulated.rank import SimulatedRank
 from flexmarl.trainer.workers import RankProcess, Worker
@@ -23,8 +23,6 @@ PRELOAD = ("flexmarl.trainer.rank.preload",)
 _log = get_logger(__name__)
 
 _RANK = "flexmarl.trainer.rank.main:run_rank"
-_RENDEZVOUS = "flexmarl.trainer.rank.main:run_rendezvous"
-_RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +64,10 @@ class WorkerPool:
         self._children = children
         self._background = background
         self._on_death = on_death
-        self._rendezvous: tuple[ChildProcess, int] | None = None
-        self._rendezvous_lock = asyncio.Lock()
+        self._rendezvous = Rendezvous(
+            children, host=config.rendezvous_host, timeout_s=config.collective_timeout_s
+        )
+        self._once: set[str] = set()
         # Each worker keeps `max_modules` groups on average.
         self._groups = GroupBook(max_groups=config.max_modules * len(config.slots))
         self.workers = {
@@ -101,32 +101,46 @@ class WorkerPool:
         """Says how a group of workers finds itself; starts the rendezvous when first needed."""
         if len(workers) == 1:
             return Meeting(prefix="", kept=self.kept_groups(), host="", port=0)
-        names = [_process_name(worker) for worker in workers]
-        return await self._meeting(lambda: self._groups.meet(names))
+        return await self._meeting(self._groups.meet([_process_name(w) for w in workers]))
 
     async def meet_others(self, prefix: str) -> Meeting:
         """Says how a group over several trainers finds itself: here, where it is led from.
 
         It is made for one binding, under a prefix of its own, and not kept: what a trainer keeps is
-        its own book's, and no book knows what the workers of several trainers keep.
+        its own book's, and no book knows what the workers of several trainers keep. `part` ends it.
         """
-        return await self._meeting(lambda: prefix)
+        self._once.add(prefix)
+        return await self._meeting(prefix)
+
+    async def meet_in_pairs(self, prefix: str) -> rank_pb2.Handover:
+        """Says where workers of a binding meet others, under names below its prefix; see `part`."""
+        self._once.add(prefix)
+        port = await self._rendezvous.port(self._prefixes)
+        return rank_pb2.Handover(prefix=prefix, store_host=self._rendezvous.host, store_port=port)
+
+    def part(self, prefix: str) -> None:
+        """Says that nobody meets under this prefix any more."""
+        self._once.discard(prefix)
 
     def kept_groups(self) -> Sequence[str]:
         """Prefixes of the groups that workers keep."""
         return self._groups.kept
 
-    async def _meeting(self, prefix: Callable[[], str]) -> Meeting:
+    async def _meeting(self, name: str) -> Meeting:
         if self._config.device == "simulated":
             return Meeting(prefix="", kept=(), host="", port=0)
-        port = await self._rendezvous_port()
-        name = prefix()
+        port = await self._rendezvous.port(self._prefixes)
         return Meeting(
             prefix=name,
             kept=[*self.kept_groups(), name],
-            host=self._config.rendezvous_host,
+            host=self._rendezvous.host,
             port=port,
         )
+
+    @property
+    def _prefixes(self) -> set[str]:
+        """What meetings in progress, and groups that are kept, are known by."""
+        return {*self._groups.kept, *self._once}
 
     def _died(self, worker: Worker) -> None:
         """Ends what was bound to a dead worker, and the groups that it was in."""
@@ -146,33 +160,6 @@ class WorkerPool:
         except DomainError as error:
             # Most often its own end: whoever waits in a collective for a dead rank is ended.
             _log.info("worker_did_not_forget", slot=worker.slot, error=str(error))
-
-    async def _rendezvous_port(self) -> int:
-        async with self._rendezvous_lock:
-            if self._rendezvous is None or self._rendezvous[0].exit_code is not None:
-                self._rendezvous = await self._start_rendezvous()
-            return self._rendezvous[1]
-
-    async def _start_rendezvous(self) -> tuple[ChildProcess, int]:
-        child = await self._children.spawn_preloaded(
-            _RENDEZVOUS,
-            {"timeout_s": self._config.collective_timeout_s},
-            name="rendezvous",
-        )
-        serve = rank_pb2.RankServeStore(host=self._config.rendezvous_host)
-        command = rank_pb2.RankCommand(command_id=1, serve_store=serve)
-        frames = aiter(child.link)
-        try:
-            async with asyncio.timeout(_RENDEZVOUS_TIMEOUT_S):
-                await anext(frames)  # that it runs
-                await child.link.send(command.SerializeToString())
-                reply = rank_pb2.RankReply.FromString(await anext(frames))
-        except (TimeoutError, StopAsyncIteration):
-            child.kill()
-            raise DomainError(
-                ErrorReason.CHILD_DIED, "the rendezvous of process groups did not start"
-            ) from None
-        return child, reply.store_served.port
 
     def _spawner(self, slot: str, position: int) -> Callable[[], Awaitable[RankProcess]]:
         config = self._config

@@ -12,6 +12,7 @@ from flexmarl.api.trainer.v1 import trainer_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import check_meeting_place
 from flexmarl.core.seeds import derive
+from flexmarl.core.state_paths import StatePath
 from flexmarl.core.trainer_slots import Claim, PolicyKey, SlotTable
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import Children
@@ -21,6 +22,7 @@ from flexmarl.trainer.binding import Binding
 from flexmarl.trainer.binding_parts import BindingParts, PassBudget
 from flexmarl.trainer.borrowing import Borrowed
 from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.keepers import Keepers
 from flexmarl.trainer.lenders import Lenders
 from flexmarl.trainer.lending import Loan, LoanParts, first_word
 from flexmarl.trainer.open_run import OpenRun, read_run
@@ -65,6 +67,8 @@ class Trainer:
         self._budgets: dict[PolicyKey, PassBudget] = {}
         self._bindings: dict[PolicyKey, Binding] = {}
         self._loans: dict[PolicyKey, Loan] = {}
+        self._left: dict[PolicyKey, tuple[str, ...]] = {}
+        self._paths = config.state_paths()
         self._lenders = Lenders(config, background)
         self._pool = WorkerPool(config, children, background, on_death=self._worker_died)
 
@@ -110,6 +114,7 @@ class Trainer:
                 self._holder(claim.key).lose()
             self._table.forget_run(run_id)
             self._budgets = {key: b for key, b in self._budgets.items() if key.run_id != run_id}
+            self._left = {key: s for key, s in self._left.items() if key.run_id != run_id}
             del self._runs[run_id]
             await run.store.close()
         self._run_locks.pop(run_id, None)
@@ -142,13 +147,16 @@ class Trainer:
                 await worker.wait_ready(timeout_s=self._config.warm_timeout_s)
             if borrowed:
                 await binding.borrow()
-                meeting = await self._pool.meet_others(f"{key}/{term}")
+                meeting = await self._pool.meet_others(_meeting_name(claim))
             else:
                 meeting = await self._pool.meet(workers)
+            keepers = None if borrowed else await self._keepers(claim)
         except BaseException:
             binding.lose()
             raise
-        return await binding.bind(meeting=meeting, version=version)
+        result = await binding.bind(meeting=meeting, version=version, keepers=keepers)
+        self._paths.loaded(result.loaded_bytes, seconds=result.seconds.get("load", 0.0))
+        return result
 
     async def lend(
         self,
@@ -280,7 +288,26 @@ class Trainer:
             self._forget(key)
         return self._table.check(key, term=term)
 
+    async def _keepers(self, claim: Claim) -> Keepers | None:
+        """Slots that the policy left for these, if its state is to come from there."""
+        left = self._left.get(claim.key, ())
+        if left == claim.slots or len(left) != len(claim.slots):
+            return None
+        choice = self._paths.choose()
+        _log.debug("state_path", policy=str(claim.key), path=choice.path, why=choice.reason)
+        if choice.path is not StatePath.DEVICE:
+            return None
+        return Keepers(
+            workers=[
+                None if slot == own else self._pool.workers[slot]
+                for slot, own in zip(left, claim.slots, strict=True)
+            ],
+            meeting=await self._pool.meet_in_pairs(_meeting_name(claim)),
+        )
+
     def _lost(self, claim: Claim) -> None:
+        self._left[claim.key] = claim.slots
+        self._pool.part(_meeting_name(claim))
         # A successor's claim may have taken the policy's place already: then nothing is ours.
         if self._table.release(claim):
             self._forget(claim.key)
@@ -360,3 +387,8 @@ class Trainer:
                 {"run": run_id},
             )
         return run
+
+
+def _meeting_name(claim: Claim) -> str:
+    """Where workers meet for this binding alone."""
+    return f"{claim.key}/{claim.term}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +15,8 @@ from flexmarl.runtime.run_config import PolicyConfig
 from flexmarl.trainer.rank.failures import agree
 from flexmarl.trainer.rank.far_parts import FarParts
 from flexmarl.trainer.rank.gradients import Learner
-from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey
+from flexmarl.trainer.rank.handover import receive
+from flexmarl.trainer.rank.memory import DeviceMemory, Room, StateKey, keys_of
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.prefetch import Prefetcher
 from flexmarl.trainer.rank.residence import Resident
@@ -30,6 +32,7 @@ class Trained:
     `key` names the saved state that weights and moments equal. It is None from before the first
     change until the changed state has a name again, so it never names other content. Gradients need
     no moments, so in the middle of a batch they may be left out (`has_moments`) until the update.
+    `loaded_bytes` counts saved state by how it came here.
     """
 
     command: rank_pb2.RankBind
@@ -43,6 +46,7 @@ class Trained:
     has_moments: bool = True
     far: FarParts
     learner: Learner | None = None
+    loaded_bytes: Counter[str] = field(default_factory=Counter)
 
 
 class BoundStates:
@@ -54,6 +58,7 @@ class BoundStates:
         files: State from segments.
         prefetcher: Loads beside; where it is at work, a binding waits for it.
         device: The device.
+        verify: Compare checksums of what other workers hand over.
     """
 
     def __init__(
@@ -64,12 +69,14 @@ class BoundStates:
         files: StateFiles,
         prefetcher: Prefetcher,
         device: torch.device,
+        verify: bool,
     ) -> None:
         self._modules = modules
         self._memory = memory
         self._files = files
         self._prefetcher = prefetcher
         self._device = device
+        self._verify = verify
 
     def place(
         self, resident: Resident, command: rank_pb2.RankBind, config: PolicyConfig
@@ -81,7 +88,7 @@ class BoundStates:
         """
         members = tuple(command.members)
         with self._prefetcher.loading:
-            room, key = self._find_kept(resident, command.saved, members)
+            room, key = self._find_kept(resident, command)
             if room is None:
                 room = self._take(resident)
         return Trained(
@@ -97,24 +104,32 @@ class BoundStates:
         )
 
     def load(self, bound: Trained, saved: rank_pb2.RankSaved) -> None:
-        """Loads what the region lacks of saved state; moments only if they are named.
+        """Loads what the region lacks of saved state; moments only if they are named, or kept.
 
         Raises:
-            DomainError: See `StateFiles.load`.
+            DomainError: See `StateFiles.load`; CHECKSUM_MISMATCH for what was handed over otherwise
+                than it was kept.
         """
         segments = {segment.kind: segment for segment in saved.segments}
-        bound.has_moments = bound.key is not None and bound.key.moments != ""
-        lacking = set(segments)
-        if bound.key is not None:
-            lacking.discard("master")
-        if bound.has_moments:
-            lacking.discard("moments")
+        kept = {"master"} if bound.key is not None else set()
+        if bound.key is not None and bound.key.moments:
+            kept.add("moments")
+        given = set[str]()
+        if not kept and saved.HasField("giver"):
+            given = receive(
+                saved.giver, bound.resident.block, bound.state.flat, verify=self._verify
+            )
+        lacking = segments.keys() - kept - given
         bound.far.load(segments, lacking=lacking, memory=bound.state.flat)
-        bound.has_moments = bound.has_moments or "moments" in segments
+        for path, kinds in (("kept", kept), ("device", given), ("segments", lacking)):
+            for kind in kinds:
+                bound.loaded_bytes[path] += bound.state.flat(kind).numel()
+        bound.has_moments = "moments" in {*segments, *kept, *given}
         bound.key = StateKey(
             master=saved.master_key,
             moments=saved.moments_key if bound.has_moments else "",
-            members=bound.members,
+            rank=bound.rank,
+            world_size=len(bound.members),
         )
         if "gradients" in segments:
             bound.state.set_sum()
@@ -157,11 +172,15 @@ class BoundStates:
         )
 
     def _find_kept(
-        self, resident: Resident, saved: rank_pb2.RankSaved, members: tuple[int, ...]
+        self, resident: Resident, command: rank_pb2.RankBind
     ) -> tuple[Room, StateKey] | tuple[None, None]:
         """Where the saved state lies still, with its moments or without them."""
-        for moments in (saved.moments_key, "") if saved.master_key else ():
-            key = StateKey(master=saved.master_key, moments=moments, members=members)
+        saved, world_size = command.saved, len(command.members)
+        if not saved.master_key:
+            return None, None
+        for key in keys_of(
+            saved.master_key, saved.moments_key, rank=command.rank, world_size=world_size
+        ):
             room = self._memory.find(key)
             if room is None:
                 continue

@@ -6,7 +6,7 @@ import gc
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from flexmarl.runtime.logging import get_logger
 from flexmarl.trainer.rank.bound_state import BoundStates
 from flexmarl.trainer.rank.failures import told_apart
 from flexmarl.trainer.rank.groups import Groups, join_numbering
+from flexmarl.trainer.rank.handover import Keeper
 from flexmarl.trainer.rank.memory import DeviceMemory
 from flexmarl.trainer.rank.modules import Modules
 from flexmarl.trainer.rank.prefetch import Prefetcher
@@ -58,14 +59,14 @@ def run_rank(args: dict[str, Any]) -> int:
     )
     if args["warm"]:
         warm(position=args["position"], device=device, memory=memory, timeout_s=args["timeout_s"])
-    worker, prefetcher = _make_worker(args, memory, device)
+    worker, beside = _make_worker(args, memory, device)
     gc.collect()
     gc.freeze()  # imported modules are never garbage: later collections skip them
     ready = rank_pb2.RankReady(seconds=time.perf_counter() - started)
     link.send(rank_pb2.RankReply(ready=ready).SerializeToString())
     commands: queue.SimpleQueue[rank_pb2.RankCommand | None] = queue.SimpleQueue()
     threading.Thread(
-        target=_receive, args=(link, commands, prefetcher), name="commands", daemon=True
+        target=_receive, args=(link, commands, beside), name="commands", daemon=True
     ).start()
     # Waits for the service's next command; its end, however it comes, ends this process.
     while (command := commands.get()) is not None:
@@ -94,6 +95,7 @@ def run_rendezvous(args: dict[str, Any]) -> int:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=args["timeout_s"]),
             )
+        _delete(store, command.serve_store.ended)
         reply = rank_pb2.RankReply(
             command_id=command.command_id,
             store_served=rank_pb2.RankStoreServed(port=store.port),
@@ -102,42 +104,56 @@ def run_rendezvous(args: dict[str, Any]) -> int:
     return 0
 
 
+def _delete(store: TCPStore, prefixes: Sequence[str]) -> None:
+    """Deletes what groups and handovers that have ended left in the store."""
+    if prefixes:
+        for key in store.list_keys():
+            if key.lstrip("/").startswith(tuple(f"{prefix}/" for prefix in prefixes)):
+                store.delete_key(key)
+
+
 def _make_worker(
     args: dict[str, Any], memory: DeviceMemory, device: torch.device
-) -> tuple[RankWorker, Prefetcher]:
+) -> tuple[RankWorker, dict[str, Execute]]:
+    """Makes what answers commands: the worker, and by kind those that do not wait for it."""
     groups = Groups(position=args["position"], device=device, timeout_s=args["timeout_s"])
     modules = Modules(groups, max_modules=args["max_modules"], device=device)
-    segments = SegmentFiles(KeptMappings())
-    files = StateFiles(segments, transfers_of(device), verify=args["verify"])
+    segments, verify = SegmentFiles(KeptMappings()), args["verify"]
+    files = StateFiles(segments, transfers_of(device), verify=verify)
     # Its own transfers: it works beside, and staging buffers are for one at a time.
-    prefetcher = Prefetcher(
-        memory, StateFiles(segments, transfers_of(device), verify=args["verify"])
-    )
+    prefetcher = Prefetcher(memory, StateFiles(segments, transfers_of(device), verify=verify))
+    keeper = Keeper(memory, prefetcher.loading, device=device, verify=verify)
     worker = RankWorker(
         modules=modules,
         memory=memory,
         files=files,
         states=BoundStates(
-            modules=modules, memory=memory, files=files, prefetcher=prefetcher, device=device
+            modules=modules,
+            memory=memory,
+            files=files,
+            prefetcher=prefetcher,
+            device=device,
+            verify=verify,
         ),
         references=References(max_bytes=args["max_reference_bytes"]),
         device=device,
     )
-    return worker, prefetcher
+    return worker, {"prefetch": partial(_prefetch, prefetcher), "give": partial(_give, keeper)}
 
 
 def _receive(
     link: ChildLink,
     commands: queue.SimpleQueue[rank_pb2.RankCommand | None],
-    prefetcher: Prefetcher,
+    beside: Mapping[str, Execute],
 ) -> None:
-    """Hands commands to the computing thread, which the service bounds; prefetches run here."""
+    """Hands commands to the computing thread, which the service bounds; some are for this one."""
     while (frame := link.recv()) is not None:
         command = rank_pb2.RankCommand.FromString(frame)
-        if command.WhichOneof("command") != "prefetch":
+        execute = beside.get(command.WhichOneof("command") or "")
+        if execute is None:
             commands.put(command)
-            continue
-        link.send(_answer(partial(_prefetch, prefetcher), command).SerializeToString())
+        else:
+            link.send(_answer(execute, command).SerializeToString())
     commands.put(None)
 
 
@@ -164,6 +180,10 @@ def _prefetch(
     prefetcher: Prefetcher, command: rank_pb2.RankCommand, reply: rank_pb2.RankReply
 ) -> None:
     reply.prefetched.CopyFrom(prefetcher.load(command.prefetch))
+
+
+def _give(keeper: Keeper, command: rank_pb2.RankCommand, reply: rank_pb2.RankReply) -> None:
+    reply.giving.CopyFrom(keeper.offer(command.give))
 
 
 def _execute(worker: RankWorker, command: rank_pb2.RankCommand, reply: rank_pb2.RankReply) -> None:

@@ -16,17 +16,30 @@ _PAGE_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKey:
-    """Names a content: state that equals these segments, as these workers share it.
+    """Names a content: one rank's part of state that equals these segments.
+
+    Which workers share it has no part in that: a rank's part follows from how many there are.
 
     Attributes:
         master: Key of the weights.
         moments: Key of the moments; "" where they were left out.
-        members: Positions of the workers in order of rank.
+        rank: Rank.
+        world_size: Number of ranks.
     """
 
     master: str
     moments: str
-    members: tuple[int, ...]
+    rank: int
+    world_size: int
+
+
+def keys_of(master: str, moments: str, *, rank: int, world_size: int) -> tuple[StateKey, StateKey]:
+    """Returns the names that a rank's part may be kept under: with its moments, or without them."""
+    with_moments, without = (
+        StateKey(master=master, moments=each, rank=rank, world_size=world_size)
+        for each in (moments, "")
+    )
+    return with_moments, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,8 @@ class DeviceMemory:
     @property
     def kept(self) -> tuple[StateKey, ...]:
         """Contents that can be found again."""
-        return self._arena.kept
+        with self._lock:
+            return self._arena.kept
 
     def take(self, size_bytes: int, *, grow: bool = True) -> Room | None:
         """Uses a region; None when it does not fit beside what is in use.

@@ -41,7 +41,10 @@ class Prefetcher:
     def _load(self, command: rank_pb2.RankPrefetch) -> int:
         wanted = command.state
         key = StateKey(
-            master=wanted.master_key, moments=wanted.moments_key, members=tuple(wanted.members)
+            master=wanted.master_key,
+            moments=wanted.moments_key,
+            rank=command.rank,
+            world_size=len(wanted.members),
         )
         if key in self._memory.kept:
             return 0

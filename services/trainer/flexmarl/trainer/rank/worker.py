@@ -102,6 +102,7 @@ class RankWorker:
             state_bytes=self._trained.state.size_bytes(),
             has_moments=self._trained.has_moments,
             seconds=seconds,
+            loaded_bytes=self._trained.loaded_bytes,
         )
 
     def add(self, command: rank_pb2.RankGradients) -> rank_pb2.RankAdded:
@@ -256,7 +257,8 @@ class RankWorker:
             bound.key = StateKey(
                 master=by_kind["master"].key,
                 moments=by_kind["moments"].key,
-                members=bound.members,
+                rank=bound.rank,
+                world_size=len(bound.members),
             )
         written = rank_pb2.RankWritten()
         if (weights := by_kind.get("weights")) is not None:

@@ -37,6 +37,7 @@ class RankCommand(_message.Message):
     SERVE_STORE_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    GIVE_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """Number of the command, repeated in the reply."""
     @_builtins.property
@@ -71,6 +72,10 @@ class RankCommand(_message.Message):
     def prefetch(self) -> Global___RankPrefetch:
         """Load state of a policy that will be bound, beside the work in progress."""
 
+    @_builtins.property
+    def give(self) -> Global___RankGive:
+        """Hand state over to another worker, beside the work in progress."""
+
     def __init__(
         self,
         *,
@@ -83,12 +88,13 @@ class RankCommand(_message.Message):
         serve_store: Global___RankServeStore | None = ...,
         forget: Global___RankForget | None = ...,
         prefetch: Global___RankPrefetch | None = ...,
+        give: Global___RankGive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "export", b"export", "forget", b"forget", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "export", b"export", "forget", b"forget", "give", b"give", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "command_id", b"command_id", "export", b"export", "forget", b"forget", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "bind", b"bind", "command", b"command", "command_id", b"command_id", "export", b"export", "forget", b"forget", "give", b"give", "gradients", b"gradients", "prefetch", b"prefetch", "serve_store", b"serve_store", "unbind", b"unbind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["bind", "gradients", "apply", "export", "unbind", "serve_store", "forget", "prefetch"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["bind", "gradients", "apply", "export", "unbind", "serve_store", "forget", "prefetch", "give"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -110,6 +116,7 @@ class RankReply(_message.Message):
     STORE_SERVED_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     PREFETCHED_FIELD_NUMBER: _builtins.int
+    GIVING_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """Number of the command."""
     @_builtins.property
@@ -148,6 +155,10 @@ class RankReply(_message.Message):
     def prefetched(self) -> Global___RankPrefetched:
         """End of RankPrefetch."""
 
+    @_builtins.property
+    def giving(self) -> Global___RankGiving:
+        """Answer to RankGive, before the handover."""
+
     def __init__(
         self,
         *,
@@ -161,12 +172,13 @@ class RankReply(_message.Message):
         store_served: Global___RankStoreServed | None = ...,
         forgotten: Global___RankForgotten | None = ...,
         prefetched: Global___RankPrefetched | None = ...,
+        giving: Global___RankGiving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "failure", b"failure", "forgotten", b"forgotten", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "failure", b"failure", "forgotten", b"forgotten", "giving", b"giving", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "command_id", b"command_id", "failure", b"failure", "forgotten", b"forgotten", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "bound", b"bound", "command_id", b"command_id", "failure", b"failure", "forgotten", b"forgotten", "giving", b"giving", "prefetched", b"prefetched", "ready", b"ready", "reply", b"reply", "store_served", b"store_served", "unbound", b"unbound", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["failure", "ready", "bound", "added", "written", "unbound", "store_served", "forgotten", "prefetched"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["failure", "ready", "bound", "added", "written", "unbound", "store_served", "forgotten", "prefetched", "giving"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -363,6 +375,7 @@ class RankSaved(_message.Message):
     MASTER_KEY_FIELD_NUMBER: _builtins.int
     MOMENTS_KEY_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    GIVER_FIELD_NUMBER: _builtins.int
     master_key: _builtins.str
     """Key of the master weights."""
     moments_key: _builtins.str
@@ -371,20 +384,57 @@ class RankSaved(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappedSegment]:
         """Segments to load."""
 
+    @_builtins.property
+    def giver(self) -> Global___Handover:
+        """Where to meet a worker that keeps this rank's part and hands it over; unset where none does. The
+        segments are read for whatever does not come.
+        """
+
     def __init__(
         self,
         *,
         master_key: _builtins.str = ...,
         moments_key: _builtins.str = ...,
         segments: _abc.Iterable[Global___MappedSegment] | None = ...,
+        giver: Global___Handover | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["giver", b"giver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_key", b"master_key", "moments_key", b"moments_key", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["giver", b"giver", "master_key", b"master_key", "moments_key", b"moments_key", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankSaved: _TypeAlias = RankSaved  # noqa: Y015
+
+@_typing.final
+class Handover(_message.Message):
+    """Handover is where two workers meet, one of which hands state over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    STORE_HOST_FIELD_NUMBER: _builtins.int
+    STORE_PORT_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """Prefix within the rendezvous store; unique per handover."""
+    store_host: _builtins.str
+    """Host of the rendezvous store."""
+    store_port: _builtins.int
+    """Its port."""
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        store_host: _builtins.str = ...,
+        store_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handover: _TypeAlias = Handover  # noqa: Y015
 
 @_typing.final
 class RankBound(_message.Message):
@@ -412,11 +462,32 @@ class RankBound(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LoadedBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     HAS_MOMENTS_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """Bytes that the policy's state takes on this worker."""
     has_moments: _builtins.bool
@@ -433,6 +504,12 @@ class RankBound(_message.Message):
     def published(self) -> _containers.RepeatedCompositeFieldContainer[_meg_store_pb2.NamedBuffer]:
         """Weights that engines load, as full tensors in the master dtype; empty when they are the parameters."""
 
+    @_builtins.property
+    def loaded_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Bytes of saved state by how this rank came to them: "kept" from before, "device" from another
+        worker, "segments".
+        """
+
     def __init__(
         self,
         *,
@@ -441,10 +518,11 @@ class RankBound(_message.Message):
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         has_moments: _builtins.bool = ...,
         published: _abc.Iterable[_meg_store_pb2.NamedBuffer] | None = ...,
+        loaded_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_moments", b"has_moments", "parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_moments", b"has_moments", "loaded_bytes", b"loaded_bytes", "parameters", b"parameters", "published", b"published", "seconds", b"seconds", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,22 +1011,84 @@ class RankPrefetched(_message.Message):
 Global___RankPrefetched: _TypeAlias = RankPrefetched  # noqa: Y015
 
 @_typing.final
+class RankGive(_message.Message):
+    """RankGive asks for a rank's part of a state, if it is kept here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank whose part it is."""
+    @_builtins.property
+    def state(self) -> Global___KeptState:
+        """The state; of its members only the number counts."""
+
+    @_builtins.property
+    def meeting(self) -> Global___Handover:
+        """Where the worker that is bound with it will be."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___KeptState | None = ...,
+        rank: _builtins.int = ...,
+        meeting: Global___Handover | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["meeting", b"meeting", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["meeting", b"meeting", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankGive: _TypeAlias = RankGive  # noqa: Y015
+
+@_typing.final
+class RankGiving(_message.Message):
+    """RankGiving says whether the part is kept: then it is handed over, unless its room is needed before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    kept: _builtins.bool
+    """Whether it is."""
+    def __init__(
+        self,
+        *,
+        kept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankGiving: _TypeAlias = RankGiving  # noqa: Y015
+
+@_typing.final
 class RankServeStore(_message.Message):
     """RankServeStore asks the rendezvous process to listen."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HOST_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Address to bind."""
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Prefixes whose keys nobody needs any more: they are deleted."""
+
     def __init__(
         self,
         *,
         host: _builtins.str = ...,
+        ended: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "host", b"host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
