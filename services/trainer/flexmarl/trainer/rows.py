@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.trainer.v1 import rank_pb2
@@ -12,6 +13,9 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ledger import Counts
 
 _MAX_NAMED = 5
+
+_Turn: TypeAlias = tuple[graph_pb2.VertexMeta, graph_pb2.VertexPayload]
+"""A vertex, taken apart once: each look at a part of a message makes an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +52,35 @@ def pack_rows(
             f"{micro_batch.micro_batch_id} has no rows: record a micro-batch of at least one",
             {"micro_batch_id": micro_batch.micro_batch_id},
         )
-    _refuse_others(vertices, micro_batch, version, weights_hash)
-    for vertex in vertices:
-        _check_whole(vertex.meta, vertex.payload, micro_batch)
-    chains = _chains(vertices)
-    merged = len(chains) < len(vertices)
+    turns = [(vertex.meta, vertex.payload) for vertex in vertices]
+    _refuse_others(turns, micro_batch, version, weights_hash)
+    for meta, payload in turns:
+        _check_whole(meta, payload, micro_batch)
+    chains = _chains(turns)
+    merged = len(chains) < len(turns)
     tokens, prompts, responses = array("i"), array("i"), array("i")
     advantages, temperatures, logprobs = array("d"), array("d"), array("d")
     sampled, token_advantages = bytearray(), array("d")
     rows = num_sampled = 0
     for chain in chains:
-        first, last = chain[0].payload, chain[-1].payload
-        tokens.extend(last.prompt_tokens)
-        tokens.extend(last.response_tokens)
-        prompts.append(len(first.prompt_tokens))
-        length = len(last.prompt_tokens) + len(last.response_tokens) - len(first.prompt_tokens)
+        meta, last = chain[-1]
+        prompt, response = last.prompt_tokens, last.response_tokens
+        begin = len(chain[0][1].prompt_tokens)
+        length = len(prompt) + len(response) - begin
+        tokens.extend(prompt)
+        tokens.extend(response)
+        prompts.append(begin)
         responses.append(length)
-        advantages.append(chain[-1].meta.advantage)
+        advantages.append(meta.advantage)
         temperatures.append(last.temperature)
         if merged:
-            spans = _spans(chain, micro_batch)
-            _lay(spans, length, logprobs, sampled, token_advantages)
+            _lay(_spans(chain, micro_batch), length, logprobs, sampled, token_advantages)
+            in_row = sum(len(payload.response_tokens) for _, payload in chain)
         else:
             logprobs.extend(last.logprobs)
-        num_sampled += sum(len(vertex.payload.response_tokens) for vertex in chain)
-        rows += any(vertex.payload.response_tokens for vertex in chain)
+            in_row = length
+        num_sampled += in_row
+        rows += in_row > 0
     command = rank_pb2.RankGradients(
         micro_batch_id=micro_batch.micro_batch_id,
         tokens=tokens.tobytes(),
@@ -89,36 +97,33 @@ def pack_rows(
     return PackedRows(command, counts, num_model_tokens=len(tokens))
 
 
-def _chains(vertices: Sequence[graph_pb2.Vertex]) -> list[list[graph_pb2.Vertex]]:
+def _chains(turns: Iterable[_Turn]) -> list[list[_Turn]]:
     """Vertices by the rows that they make, each in the order of its turns."""
-    chains: dict[str, list[graph_pb2.Vertex]] = {}
-    for vertex in vertices:
-        chains.setdefault(vertex.meta.merged_into or vertex.meta.vertex_id, []).append(vertex)
+    chains: dict[str, list[_Turn]] = {}
+    for turn in turns:
+        chains.setdefault(turn[0].merged_into or turn[0].vertex_id, []).append(turn)
     for chain in chains.values():
-        chain.sort(key=lambda vertex: len(vertex.payload.prompt_tokens))
+        if len(chain) > 1:
+            chain.sort(key=lambda turn: len(turn[1].prompt_tokens))
     return list(chains.values())
 
 
-def _spans(
-    chain: Sequence[graph_pb2.Vertex], micro_batch: graph_pb2.MicroBatch
-) -> list[tuple[int, graph_pb2.Vertex]]:
+def _spans(chain: Sequence[_Turn], micro_batch: graph_pb2.MicroBatch) -> list[tuple[int, _Turn]]:
     """Where each turn's response begins, counted from the end of the first prompt.
 
     Raises:
         DomainError: INVALID_ARGUMENT, the last prompt does not begin with a turn of its chain.
     """
-    begin, last = len(chain[0].payload.prompt_tokens), chain[-1].payload.prompt_tokens
-    for vertex in chain[:-1]:
-        turn = [*vertex.payload.prompt_tokens, *vertex.payload.response_tokens]
+    begin, last = len(chain[0][1].prompt_tokens), chain[-1][1].prompt_tokens
+    for meta, payload in chain[:-1]:
+        turn = [*payload.prompt_tokens, *payload.response_tokens]
         if list(last[: len(turn)]) != turn:
-            raise _unfit(
-                vertex.meta, "the last turn of its chain does not go on from it", micro_batch
-            )
-    return [(len(vertex.payload.prompt_tokens) - begin, vertex) for vertex in chain]
+            raise _unfit(meta, "the last turn of its chain does not go on from it", micro_batch)
+    return [(len(turn[1].prompt_tokens) - begin, turn) for turn in chain]
 
 
 def _lay(
-    spans: Sequence[tuple[int, graph_pb2.Vertex]],
+    spans: Sequence[tuple[int, _Turn]],
     length: int,
     logprobs: array[float],
     sampled: bytearray,
@@ -127,11 +132,11 @@ def _lay(
     """Appends the columns of one row; what stands between its turns has zeros and no mask."""
     row_logprobs, row_advantages = array("d", bytes(8 * length)), array("d", bytes(8 * length))
     mask = bytearray(length)
-    for start, vertex in spans:
-        count = len(vertex.payload.response_tokens)
+    for start, (meta, payload) in spans:
+        count = len(payload.response_tokens)
         stop = start + count
-        row_logprobs[start:stop] = array("d", vertex.payload.logprobs)
-        row_advantages[start:stop] = array("d", [vertex.meta.advantage]) * count
+        row_logprobs[start:stop] = array("d", payload.logprobs)
+        row_advantages[start:stop] = array("d", [meta.advantage]) * count
         mask[start:stop] = b"\1" * count
     logprobs.extend(row_logprobs)
     advantages.extend(row_advantages)
@@ -139,18 +144,17 @@ def _lay(
 
 
 def _refuse_others(
-    vertices: Sequence[graph_pb2.Vertex],
+    turns: Sequence[_Turn],
     micro_batch: graph_pb2.MicroBatch,
     version: int,
     weights_hash: str,
 ) -> None:
+    sampled_by = (micro_batch.policy, version, weights_hash)
     others = [
-        vertex.meta.vertex_id
-        for vertex in vertices
-        if vertex.meta.policy != micro_batch.policy
-        or vertex.meta.policy_version != version
-        or vertex.meta.weights_hash != weights_hash
-        or any(run.version != version for run in vertex.meta.version_runs)
+        meta.vertex_id
+        for meta, _ in turns
+        if (meta.policy, meta.policy_version, meta.weights_hash) != sampled_by
+        or [run for run in meta.version_runs if run.version != version]
     ]
     if others:
         named = ", ".join(others[:_MAX_NAMED])
@@ -172,7 +176,7 @@ def _check_whole(
     wrong = None
     if len(payload.logprobs) != count:
         wrong = f"{len(payload.logprobs)} log-probs for {count} sampled tokens"
-    elif sum(run.num_tokens for run in meta.version_runs) != count:
+    elif sum([run.num_tokens for run in meta.version_runs]) != count:
         wrong = f"its version runs do not add up to {count} sampled tokens"
     elif not payload.prompt_tokens:
         wrong = "no prompt token"
