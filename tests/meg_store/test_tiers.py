@@ -415,3 +415,19 @@ def test_a_segment_that_was_cut_short_has_no_copy(tmp_path):
     target.write_bytes(bytes(128))
     with pytest.raises(OSError, match=f"{source} ends 28 bytes before its copy"):
         copy_file(source, target, durably=False)
+
+
+@pytest.mark.parametrize(
+    ("tier", "is_synced"), [(pb.SEGMENT_TIER_MEMORY, False), (pb.SEGMENT_TIER_DISK, True)]
+)
+async def test_a_segment_costs_a_flush_only_where_it_survives_the_host(tmp_path, tier, is_synced):
+    async with serving(tmp_path, durability="fsync") as (store, shard):
+        await store.create_run(a_run())
+        before = shard.database.writer.num_syncs
+        specs = [BufferSpec("a", "U8", (9,))]
+        async with store.allocate_segment(RUN, "s", specs, tier=tier) as writer:
+            assert shard.database.writer.num_syncs == before
+            await writer.seal(checksum="sha256:0")
+        assert (shard.database.writer.num_syncs > before) is is_synced
+        await store.acquire_term(RUN, "policy/p", holder="x")
+        assert shard.database.writer.num_syncs > before + is_synced

@@ -248,6 +248,7 @@ class Database:
         *,
         prepare: Iterable[None] = (),
         sync: bool = False,
+        lazy: bool = False,
         essential: bool = False,
     ) -> bytes:
         """Run a mutation once per request id.
@@ -260,6 +261,7 @@ class Database:
             prepare: Steps of a large call's preparation, with small calls in between; what they
                 leave undone, and a small call's own, is done by `build`.
             sync: See `commit`.
+            lazy: See `commit`.
             essential: See `begin`.
 
         Returns:
@@ -274,10 +276,11 @@ class Database:
                 ErrorReason.INVALID_ARGUMENT,
                 f"request_id: give one of 1 to {_MAX_REQUEST_ID} characters",
             )
+        durably = {"sync": sync, "lazy": lazy}
         if len(payload) < LARGE_BYTES:
-            return await self._decide(run_id, request_id, payload, build, sync, essential)
+            return await self._decide(run_id, request_id, payload, build, durably, essential)
         async with self._large.turn(len(payload), prepare):
-            return await self._decide(run_id, request_id, payload, build, sync, essential)
+            return await self._decide(run_id, request_id, payload, build, durably, essential)
 
     async def _decide(
         self,
@@ -285,7 +288,7 @@ class Database:
         request_id: str,
         payload: bytes,
         build: Callable[[Draft], Message],
-        sync: bool,
+        durably: Mapping[str, bool],
         essential: bool,
     ) -> bytes:
         if self.hold.is_held:
@@ -297,11 +300,11 @@ class Database:
         if answered is not None:
             response = _answer(answered, digest, request_id)
             if key in self._pending[Table.REQUESTS]:
-                await self.commit(draft, sync=sync)  # queued behind the first call's write
+                await self.commit(draft, **durably)  # queued behind the first call's write
             return response
         response = build(draft).SerializeToString()
         self._remember(draft, run_id, request_id, digest + response)
-        await self.commit(draft, sync=sync)
+        await self.commit(draft, **durably)
         return response
 
     def _remember(self, draft: Draft, run_id: str, request_id: str, answer: bytes) -> None:

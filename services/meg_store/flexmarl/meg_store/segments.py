@@ -163,11 +163,13 @@ class Segments:
         """Give back a file that `make_file` made and no record names."""
         self._files.free(file, reusable=True)
 
-    async def flush_file(self, key: str) -> None:
-        """Make the bytes of a segment of the disk tier durable."""
+    async def flush_file(self, key: str) -> bool:
+        """Make the bytes of a segment of the disk tier durable; False for any other one."""
         segment = self._segments.get(key)
-        if segment is not None and segment.file.tier == DISK and segment.file.path.exists():
-            await asyncio.to_thread(flush_file, segment.file.path)
+        if segment is None or segment.file.tier != DISK or not segment.file.path.exists():
+            return False
+        await asyncio.to_thread(flush_file, segment.file.path)
+        return True
 
     def seal(self, draft: Draft, request: pb.SealSegmentRequest) -> pb.SealSegmentResponse:
         """Make a segment visible; sealing it again with the same layout is answered.
@@ -320,7 +322,7 @@ class Segments:
         segment.view.object.checksum = checksum
         draft = self._database.begin(essential=True)
         draft.put(Table.META, keys.join("segment", key), segment.encode())
-        await self._database.commit(draft)
+        await self._database.commit(draft, lazy=True)  # one that is lost is computed at start
 
     def add_copy(self, draft: Draft, segment: Segment, copy: SegmentFile) -> None:
         """Record a copy on disk beside a segment in memory."""

@@ -287,7 +287,7 @@ class Servicer:
     # Segments
 
     async def AllocateSegment(self, call: Call, _: Context) -> bytes:
-        """See the contract."""
+        """See the contract; nothing is lost with a segment that is not sealed: it is not synced."""
         segments = self.shard.segments
         file = await self.shard.tiers.make_file(call.message)
         recorded = False
@@ -299,15 +299,19 @@ class Servicer:
             return response
 
         try:
-            return await self._mutate(call, build)
+            return await self._mutate(call, build, lazy=True)
         finally:
             if not recorded:  # refused, or a repeated call that has its file
                 segments.discard(file)
 
     async def SealSegment(self, call: Call, _: Context) -> bytes:
-        """See the contract; the bytes of the disk tier are on disk before the record says so."""
-        await self.shard.segments.flush_file(call.message.key)
-        return await self._mutate(call, self.shard.segments.seal)
+        """See the contract; the bytes of the disk tier are on disk before the record says so.
+
+        What lies in memory is lost with the host, whether its record is or not: that is synced by
+        the write that names the segment, which comes after it.
+        """
+        on_disk = await self.shard.segments.flush_file(call.message.key)
+        return await self._mutate(call, self.shard.segments.seal, lazy=not on_disk)
 
     async def OpenSegment(self, call: Call, _: Context) -> pb.OpenSegmentResponse:
         """See the contract."""
@@ -382,6 +386,7 @@ class Servicer:
         *,
         run_id: str | None = None,
         sync: bool = False,
+        lazy: bool = False,
     ) -> bytes:
         request = call.message
         return await self.shard.database.mutate(
@@ -390,6 +395,7 @@ class Servicer:
             call.payload,
             lambda draft: build(draft, request),
             sync=sync,
+            lazy=lazy,
         )
 
 
