@@ -25,6 +25,13 @@ async def run(cluster: Cluster, tiny_model: Path) -> Run:
     return run
 
 
+MICRO_BATCH_METRICS = {
+    "loss", "loss_policy", "entropy", "clip_fraction", "ratio", "ratio_max", "kl_behaviour",
+    "logprob_gap", "logprob_gap_max", "logprob_outside", "attention_padding", "tokens_per_s",
+}  # fmt: skip
+UPDATE_METRICS = {"grad_norm", "clip_factor", "lr", "weights_unchanged"}
+
+
 async def test_two_versions_of_a_policy(cluster: Cluster, run: Run) -> None:
     for batch in range(2):
         first = await run.micro_batch("p", make_rows(6, seed=batch), batch=batch)
@@ -35,9 +42,13 @@ async def test_two_versions_of_a_policy(cluster: Cluster, run: Run) -> None:
             assert result.added
             assert not result.non_finite
             assert result.metrics["ratio"] == pytest.approx(1.0)
+            assert result.metrics.keys() == MICRO_BATCH_METRICS
+            assert all(result.seconds[part] > 0 for part in ("fetch", "forward", "backward", "add"))
         ids = [first.micro_batch_id, second.micro_batch_id]
         applied = await run.apply("p", batch, ids)
+        assert applied.metrics.keys() == UPDATE_METRICS
         assert applied.metrics["weights_unchanged"] == 0.0
+        assert all(applied.seconds[part] > 0 for part in ("step", "write", "hash", "save"))
         state = applied.state
         assert (state.version, state.num_updates, state.applied) == (batch + 1, batch + 1, True)
         assert list(state.ledger) == ids
