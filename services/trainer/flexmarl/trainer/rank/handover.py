@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.arena import aligned
@@ -210,13 +210,11 @@ class _Pair:
 def _connect(store: Store, end: int, timeout: timedelta, device: torch.device) -> Any:  # noqa: ANN401 - untyped library
     """Makes the transport itself: torch's own groups are a process' common list, for one thread."""
     if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL
+        from torch._C._distributed_c10d import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         return ProcessGroupNCCL(store, end, 2, options)
-    from torch.distributed import ProcessGroupGloo
-
     return ProcessGroupGloo(store, end, 2, timeout)
 
 

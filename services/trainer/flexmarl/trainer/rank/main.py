@@ -95,7 +95,7 @@ def run_rendezvous(args: dict[str, Any]) -> int:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=args["timeout_s"]),
             )
-        _delete(store, command.serve_store.ended)
+        delete_ended(store, command.serve_store.ended)
         reply = rank_pb2.RankReply(
             command_id=command.command_id,
             store_served=rank_pb2.RankStoreServed(port=store.port),
@@ -104,7 +104,7 @@ def run_rendezvous(args: dict[str, Any]) -> int:
     return 0
 
 
-def _delete(store: TCPStore, prefixes: Sequence[str]) -> None:
+def delete_ended(store: TCPStore, prefixes: Sequence[str]) -> None:
     """Deletes what groups and handovers that have ended left in the store."""
     if prefixes:
         for key in store.list_keys():
