@@ -102,7 +102,7 @@ HARMS: dict[str, tuple[ErrorReason, str, Callable[[Path], object]]] = {
     "changed": (
         ErrorReason.CHECKSUM_MISMATCH,
         "has the content sha256:",
-        lambda path: write(path, path.read_bytes()[::-1]),
+        lambda path: write(path, b"\1" * path.stat().st_size),
     ),
 }
 

@@ -210,7 +210,7 @@ async def test_moments_that_one_rank_cannot_read_stop_the_update_on_both(
 ) -> None:
     policy = Policy(ranks, policy_config(tiny_model), tiny_model, [0, 1])
     await policy.bind()
-    state = await policy.export("master", "moments")
+    state = renamed(await policy.export("master", "moments"), "elsewhere")
     await policy.unbind()
     whole = saved(state["master"], state["moments"])
     del whole.segments[1]
