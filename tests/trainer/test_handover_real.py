@@ -79,10 +79,8 @@ async def test_a_policy_that_changes_slots_takes_its_state_along_and_ends_the_sa
     assert paths[1:] == [{"device", "segments"}, {"device", "segments"}, {"kept", "segments"}]
     assert state.weights_hash == expected.weights_hash
     for kind in ("master", "moments"):
-        made, wanted = (
-            await run.tensors(getattr(record, kind))
-            for run, record in ((moves, state), (stays, expected))
-        )
+        made = await moves.tensors(getattr(state, kind))
+        wanted = await stays.tensors(getattr(expected, kind))
         assert all((made[name] == wanted[name]).all() for name in wanted)
 
 
