@@ -6,7 +6,7 @@ ideal schedule of the same work under the same rules.
 
 FLEXMARL_WORKLOADS   folder of ma.json and ca.json
 FLEXMARL_MODES       modes to run, by default all; `full` is needed for speed-ups
-FLEXMARL_SECOND_MS   wall milliseconds of an emulated second, by default 50
+FLEXMARL_SECOND_MS   wall milliseconds of an emulated second, by default 100
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(report: Report) -> None:
     """Measures the chosen modes on the chosen workloads."""
     folder = Path(os.environ.get("FLEXMARL_WORKLOADS", WORKLOADS))
     modes = [Mode(name) for name in os.environ.get("FLEXMARL_MODES", "").split(",") if name]
-    second_s = float(os.environ.get("FLEXMARL_SECOND_MS", "50")) / 1e3
+    second_s = float(os.environ.get("FLEXMARL_SECOND_MS", "100")) / 1e3
     load = os.getloadavg()[0]
     report.note(
         f"an emulated second is {second_s * 1e3:g} ms; load average {load:.1f} at the start"
