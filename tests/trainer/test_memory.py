@@ -14,6 +14,7 @@ from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, saved
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import SECOND_HAND
+from scripts.peak_memory import own_bytes
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -85,10 +86,10 @@ async def test_memory_returns_to_its_baseline_after_every_suspension(
     processes = [psutil.Process(ranks.workers[member].pid) for member in (0, 1)]
     for _ in range(3):
         await cycle()
-    before = [process.memory_info().rss for process in processes]
+    before = [own_bytes(process) for process in processes]
     for _ in range(cycles):
         await cycle()
-    after = [process.memory_info().rss for process in processes]
+    after = [own_bytes(process) for process in processes]
     grown = [(b - a) / MIB for a, b in zip(before, after, strict=True)]
     if cycles >= 200:
         change = " and ".join(f"{mib:+.1f} MiB" for mib in grown)
