@@ -27,6 +27,8 @@ from flexmarl.api.meg_store.v1.meg_store_pb2 import (
 from flexmarl.client.store import StoreClient
 from flexmarl.core.ids import SampleId, parse_batch
 
+_DTYPES = {"F64": np.float64, "F32": np.float32}
+
 Call = tuple[str, int, str]
 """Group, sample's ordinal, and path: what a call is called in every run alike."""
 
@@ -70,9 +72,8 @@ async def read_facts(store: StoreClient, run_id: str) -> Facts:
     for policy, entry in manifests[-1].policies.items():
         async with store.open_segment(run_id, entry.weights.key, holder="proof") as segment:
             for name, buffer in segment.buffers.items():
-                assert buffer.spec.dtype == "F64"
-                values = np.frombuffer(buffer.data, dtype=np.float64).copy()
-                facts.weights[policy, name] = values
+                values = np.frombuffer(buffer.data, dtype=_DTYPES[buffer.spec.dtype])
+                facts.weights[policy, name] = values.astype(np.float64)
     return facts
 
 

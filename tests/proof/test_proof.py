@@ -27,6 +27,10 @@ EARLY = (
     "batch.on_sample_failure=drop_sample",  # who may be refilled, or replaced, may call anybody
     "batch.replace_max=0",
 )
+POLICIES = ("planner", "solver", "judge")
+FLOAT32_TOLERANCE = 1e-3
+"""Of a weight after one update; the optimizer's first step makes a rate of any gradient's sign."""
+
 MODES = {"refills": REFILLS, "early-updates": EARLY}
 
 
@@ -46,6 +50,35 @@ async def test_asynchronous_training_is_synchronous_training_over_five_versions(
     cluster: ProofCluster, proves: Note, mode: str
 ) -> None:
     await equal(cluster, proves, mode, versions=5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("versions", [1, 5])
+async def test_in_float32_the_difference_is_that_of_rounding(
+    cluster: ProofCluster, proves: Note, versions: int
+) -> None:
+    """Sums of another order; from the second version on a draw may fall otherwise."""
+    size = (
+        f"versions={versions}",
+        *(f"policies.{name}.rollout.dtype=float32" for name in POLICIES),
+        *(f"policies.{name}.trainer.compute_dtype=float32" for name in POLICIES),
+    )
+    overlapping, _ = await cluster.run(f"asynchronous-float32-{versions}", *size)
+    waiting, _ = await cluster.run(
+        f"synchronous-float32-{versions}", *size, "pipeline.overlap=false"
+    )
+    tokens, weights = differences(overlapping, waiting)
+    for facts in (overlapping, waiting):
+        assert (facts.lost, facts.doubled) == (0, 0)
+        assert facts.finished == facts.consumed + facts.void
+    if versions == 1:
+        assert tokens == 0
+        assert weights <= FLOAT32_TOLERANCE
+    proves(
+        f"float32: {versions} versions, {len(waiting.tokens)} calls, {tokens} with other tokens: "
+        f"weights differ by {weights:.1e}"
+    )
 
 
 @pytest.mark.real
