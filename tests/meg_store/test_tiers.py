@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from flexmarl.api.meg_store.v1 import graph_pb2 as graph
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import ExistsError, FlexMarlError, NotFoundError, UnavailableError
+from flexmarl.client.segments import hash_file
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.meg_store import pins
+from flexmarl.meg_store import pins, segments
 from flexmarl.meg_store.disk_room import DiskRoom
 from flexmarl.meg_store.segment_files import copy_file
 from flexmarl.meg_store.segment_record import FETCHED_FROM
@@ -153,6 +155,27 @@ class TestRoomInMemory:
             await store.allocate_segment(RUN, "b", [BufferSpec("w", "U8", (2 * SIZE,))])
             assert (os.fstat(handle).st_nlink, os.fstat(handle).st_blocks) == (0, 0)
             os.close(handle)
+
+    async def test_a_file_is_not_emptied_while_its_checksum_is_computed(
+        self, tmp_path, monkeypatch
+    ):
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def slow_hash(path, buffers):
+            begun.set()
+            assert goes_on.wait(20)
+            return hash_file(path, buffers)
+
+        monkeypatch.setattr(segments, "hash_file", slow_hash)
+        async with serving(tmp_path, reuse_pool_bytes=0) as (store, shard):
+            await store.create_run(a_run())
+            await store.set(RUN, "a", [buffer(1)])
+            await asyncio.to_thread(begun.wait, 20)
+            path = shard.segments.find("a").file.path
+            await store.delete_run(RUN)
+            assert path.stat().st_size == SIZE
+            goes_on.set()
+            await until(lambda: not path.exists())
 
     async def test_a_file_that_is_removed_while_it_is_read_keeps_its_content(self, tmp_path):
         async with serving(tmp_path) as (store, shard):

@@ -312,11 +312,12 @@ class Segments:
         if segment is None or not segment.sealed or segment.view.object.checksum:
             return
         try:
-            checksum = await asyncio.to_thread(
-                hash_file, segment.file.path, list(segment.view.buffers)
-            )
+            with self.held(segment):  # a file that is emptied while it is mapped ends this process
+                checksum = await asyncio.to_thread(
+                    hash_file, segment.file.path, list(segment.view.buffers)
+                )
         except (FileNotFoundError, ValueError):
-            return  # freed meanwhile, lost with the host, or cut short; whoever opens it is told
+            return  # lost with the host, or cut short; whoever opens it is told
         if self._segments.get(key) is not segment:
             return
         segment.view.object.checksum = checksum
