@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
@@ -28,6 +29,9 @@ from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFile, SegmentF
 from flexmarl.meg_store.segment_record import Segment
 
 MAX_SEGMENT_BYTES = 1 << 40
+
+_OWN_LEASE: Final = "store-"
+"""How leases begin that the store itself holds for as long as it reads a file."""
 
 
 class Segments:
@@ -69,9 +73,10 @@ class Segments:
 
     @property
     def num_leases(self) -> int:
-        """Leases that are out."""
+        """Leases that readers have."""
         known = (*self._segments.values(), *self._doomed.values())
-        return sum(len(segment.leases) for segment in known)
+        leases = (lease for segment in known for lease in segment.leases)
+        return sum(not lease.startswith(_OWN_LEASE) for lease in leases)
 
     def of_run(self, run_id: str) -> list[Segment]:
         """Segments of a run, by key."""
@@ -235,7 +240,7 @@ class Segments:
     @contextmanager
     def held(self, segment: Segment) -> Iterator[None]:
         """Keep a segment's file from being freed for the block."""
-        lease = f"store-{uuid.uuid4().hex}"
+        lease = f"{_OWN_LEASE}{uuid.uuid4().hex}"
         used_at = segment.used_at
         segment.leases[lease] = time.monotonic()
         try:
