@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.quickstart import team as quicksort
-from flexmarl.runtime.run_config import PolicyConfig, RunConfig
+from flexmarl.runtime.policy_config import PolicyConfig
+from flexmarl.runtime.run_config import RunConfig
 
 FOLDER = Path("examples/quickstart")
 

@@ -24,7 +24,7 @@ from benchmarks.shared_memory import shared_folder
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.runtime.children import Children
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.rank_group import RankGroup
 from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.workers import RankProcess, Worker

@@ -12,7 +12,8 @@ from cli.test_progress import run_config
 from flexmarl.cli.errors import CliError
 from flexmarl.cli.launch import source_of
 from flexmarl.cli.preflight.dataset import check_dataset, dataset_content, held_out_content
-from flexmarl.runtime.run_config import DatasetConfig, EvaluationConfig, RunConfig
+from flexmarl.runtime.data_config import DatasetConfig, EvaluationConfig
+from flexmarl.runtime.run_config import RunConfig
 
 
 def config(path: Path, evaluation: dict[str, Any] | None = None, **dataset: Any) -> RunConfig:

@@ -16,7 +16,7 @@ from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.buffers import lay_out
 from flexmarl.core.process_groups import GroupBook
 from flexmarl.runtime.children import Children
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.state_layout import MOMENTS, full_tensors, segment_specs
 from flexmarl.trainer.workers import Worker
 

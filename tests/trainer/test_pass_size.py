@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from flexmarl.core.activations import MAX_TOKENS
-from flexmarl.runtime.run_config import PolicyTrainerConfig
+from flexmarl.runtime.policy_config import PolicyTrainerConfig
 from flexmarl.trainer.rank.pass_size import max_tokens_of
 
 SMOLLM_135M = LlamaConfig(

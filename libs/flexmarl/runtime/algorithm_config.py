@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.core.advantages import AdvantageRule, make_rule
 from flexmarl.core.estimators.base import Scope
 from flexmarl.core.ledger import Aggregation, Counts
 from flexmarl.core.overlong import OverlongRule
 from flexmarl.core.schedules import Decay, RateSchedule
+from flexmarl.runtime.config_section import Section
 
 LOSS_KINDS: Final = ("ppo_clip", "dual_clip", "gspo", "cispo")
 """Losses of the trainer; beside them any "module:function" of the run's own package."""
@@ -19,11 +20,7 @@ LOSS_KINDS: Final = ("ppo_clip", "dual_clip", "gspo", "cispo")
 _DOTTED: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class OverlongConfig(_Section):
+class OverlongConfig(Section):
     """Soft penalty of long responses (DAPO, arXiv 2503.14476)."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -40,7 +37,7 @@ class OverlongConfig(_Section):
         return self
 
 
-class AdvantageConfig(_Section):
+class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: str = "grpo"
@@ -84,7 +81,7 @@ class AdvantageConfig(_Section):
         )
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """A number that moves linearly with the policy's updates."""
 
     start: float
@@ -100,7 +97,7 @@ class ScheduleConfig(_Section):
         return self.start + (self.end - self.start) * share
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """The optimizer, its groups, and the schedule of its learning rate."""
 
     kind: Literal["adamw", "lion"] = "adamw"
@@ -146,7 +143,7 @@ class OptimizerConfig(_Section):
         )
 
 
-class KlConfig(_Section):
+class KlConfig(Section):
     """Divergence from the policy's first weights, as a term of the loss."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -159,7 +156,7 @@ class KlConfig(_Section):
         return _at(self.coefficient, num_updates)
 
 
-class LossConfig(_Section):
+class LossConfig(Section):
     """The policy-gradient loss."""
 
     kind: str = "ppo_clip"
@@ -217,7 +214,7 @@ class LossConfig(_Section):
         return _at(self.entropy, num_updates)
 
 
-class LoraConfig(_Section):
+class LoraConfig(Section):
     """A low-rank adapter that is trained in place of the weights (arXiv 2106.09685)."""
 
     rank: Annotated[int, Field(ge=1)] = 8

@@ -15,7 +15,8 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.chat import ChatTemplate
 from flexmarl.rollout.turns import SampledTurn, conversation_tokens
 from flexmarl.rollout.workflow import Output
-from flexmarl.runtime.run_config import AgentConfig, RunConfig
+from flexmarl.runtime.run_config import RunConfig
+from flexmarl.runtime.team_config import AgentConfig
 
 _MAX_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 

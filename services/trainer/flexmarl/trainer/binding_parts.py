@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexmarl.client.store import StoreClient
 from flexmarl.core.trainer_slots import Claim
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.runtime.spans import SpanRecorder
 from flexmarl.trainer.borrowing import Borrowed
 from flexmarl.trainer.rank_group import RankGroup

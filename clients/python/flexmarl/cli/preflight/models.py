@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from flexmarl.cli.errors import CliError
-from flexmarl.runtime.run_config import PolicyConfig, RunConfig
+from flexmarl.runtime.policy_config import PolicyConfig
+from flexmarl.runtime.run_config import RunConfig
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 

@@ -7,7 +7,8 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
     SimulatedOptions,
     SimulatedPolicy,
 )
-from flexmarl.runtime.run_config import RunConfig, SimulatedConfig
+from flexmarl.runtime.policy_config import SimulatedConfig
+from flexmarl.runtime.run_config import RunConfig
 
 
 def engine_options(config: RunConfig, policy: str) -> EngineOptions:

@@ -23,7 +23,7 @@ from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.fleet import Fleet
 from flexmarl.rollout.dispatcher.instances import Instance
 from flexmarl.runtime.logging import get_logger
-from flexmarl.runtime.run_config import BalanceSection
+from flexmarl.runtime.pipeline_config import BalanceSection
 from flexmarl.runtime.spans import SpanRecorder
 
 FORECAST_GAIN: Final = 0.2

@@ -11,7 +11,7 @@ import torch
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.arena import aligned
 from flexmarl.core.errors import DomainError
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.rank.failures import agree
 from flexmarl.trainer.rank.far_parts import FarParts
 from flexmarl.trainer.rank.gradients import Learner

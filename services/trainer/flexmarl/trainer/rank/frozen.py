@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from flexmarl.api.meg_store.v1 import meg_store_pb2
-from flexmarl.runtime.run_config import ExternalConfig
+from flexmarl.runtime.policy_config import ExternalConfig
 from flexmarl.trainer.rank.segments import DTYPE_NAMES, DTYPES
 
 

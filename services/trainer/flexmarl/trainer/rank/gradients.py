@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flexmarl.core.passes import plan_passes
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.rank.losses.base import PolicyLoss
 from flexmarl.trainer.rank.losses.total import Coefficients, LossInputs, LossOutput, total_loss
 from flexmarl.trainer.rank.model import ScoringModel

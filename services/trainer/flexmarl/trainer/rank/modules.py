@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flexmarl.api.trainer.v1 import rank_pb2
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.rank.construct import architecture_of
 from flexmarl.trainer.rank.groups import GroupKey, Groups, mesh_of
 from flexmarl.trainer.rank.initial import initial_weights

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexmarl.core.activations import MAX_TOKENS, LayerSizes, tokens_that_fit
-from flexmarl.runtime.run_config import PolicyTrainerConfig
+from flexmarl.runtime.policy_config import PolicyTrainerConfig
 from flexmarl.trainer.rank.model import ScoringModel
 
 

@@ -14,7 +14,7 @@ from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.client.segments import hash_file
 from flexmarl.core.activations import smaller_pass
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.rank.bound_state import BoundStates, Trained
 from flexmarl.trainer.rank.failures import agree, told_apart
 from flexmarl.trainer.rank.frozen import FrozenWeights, mark_of

@@ -10,7 +10,7 @@ from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError
 from flexmarl.core.training_costs import TrainingCosts
-from flexmarl.runtime.run_config import PolicyConfig
+from flexmarl.runtime.policy_config import PolicyConfig
 from flexmarl.trainer.simulated.state import SimulatedState
 
 

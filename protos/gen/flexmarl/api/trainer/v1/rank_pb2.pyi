@@ -270,7 +270,7 @@ class RankBind(_message.Message):
     binding: _builtins.str
     """Run and policy, "run/policy", for logs and resident state."""
     policy_json: _builtins.bytes
-    """JSON of runtime.run_config.PolicyConfig."""
+    """JSON of runtime.policy_config.PolicyConfig."""
     model_path: _builtins.str
     """Folder of the base model."""
     model_hash: _builtins.str
