@@ -165,11 +165,13 @@ async def test_divergence_and_correction_are_exact(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "olmo2"])
 async def test_other_models_are_as_exact(
     ranks: Ranks, tmp_path: Path, kind: str, tied: bool
 ) -> None:
-    """Biases in attention, norms of queries and keys, a window shorter than the rows."""
+    """Biases in attention, norms of queries and keys, a window shorter than the rows, and a last
+    layer of which nothing is known.
+    """
     changes = {"architectures": None, "model_type": kind, "tie_word_embeddings": tied}
     if kind == "mistral":
         changes["sliding_window"] = 4

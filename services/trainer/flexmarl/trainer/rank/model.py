@@ -18,6 +18,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.algorithm_config import LoraConfig
 from flexmarl.trainer.rank.attention import PackedRows
 from flexmarl.trainer.rank.construct import build_empty
+from flexmarl.trainer.rank.last_layer import cut_last_layer
 from flexmarl.trainer.rank.lora import Base, add_adapter
 from flexmarl.trainer.rank.precision import keep_float64
 from flexmarl.trainer.rank.scoring import score
@@ -68,6 +69,7 @@ class ScoringModel(nn.Module):
         self.lm = lm
         self.score_dtype = score_dtype
         self.base = base
+        self._scored_only = cut_last_layer(_layers(lm))
 
     def forward(self, inputs: PassInputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (log-probabilities, entropies) [scored]; entropies carry a gradient if asked."""
@@ -76,10 +78,11 @@ class ScoringModel(nn.Module):
             position_ids=inputs.positions,
             use_cache=False,
             packed_rows=inputs.rows,
-        ).last_hidden_state
+            **({"scored": inputs.scored} if self._scored_only else {}),
+        ).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         return score(
-            hidden[0, inputs.scored],
+            hidden if self._scored_only else hidden[inputs.scored],
             weight=head.weight,
             bias=head.bias,
             targets=inputs.targets,
@@ -131,17 +134,14 @@ def build_sharded(
     if lora is not None:
         low = torch.bfloat16 if compute_dtype == "bfloat16" else dtype
         base = add_adapter(lm, lora, weights=weights, compute_dtype=low, device=device)
-    if checkpointing:
-        for layer in _layers(lm):
-            # Inside of what FSDP wraps, which has the weights whole when they are needed again.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    return shard(lm, compute_dtype=compute_dtype, mesh=mesh, base=base)
+    return shard(lm, compute_dtype=compute_dtype, checkpointing=checkpointing, mesh=mesh, base=base)
 
 
 def shard(
     lm: Any,  # noqa: ANN401 - untyped library
     *,
     compute_dtype: str,
+    checkpointing: bool,
     mesh: DeviceMesh,
     base: Base | None = None,
 ) -> ScoringModel:
@@ -152,6 +152,10 @@ def shard(
     """
     dtype = master_dtype(compute_dtype)
     model = ScoringModel(lm, score_dtype=dtype, base=base)
+    if checkpointing:
+        for layer in _layers(lm):
+            # Inside of what FSDP wraps, which has the weights whole when they are needed again.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     # The library's dropout and the like stay off: log-probabilities must be those of the engine.
     model.eval()
     small = sum(parameter.numel() for parameter in model.parameters()) < ONE_UNIT_BELOW

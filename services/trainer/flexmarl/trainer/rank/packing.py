@@ -108,16 +108,18 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
         return _empty_pass(device)
     index = np.asarray(picked)
     prompts, responses = rows.prompt_lengths[index], rows.response_lengths[index]
-    lengths = prompts + responses
+    # The state before a sampled token predicts it; that of the last one predicts nothing.
+    lengths = prompts + responses - 1
     tokens = rows.tokens[_ranges(rows.starts[index], lengths)].astype(np.int64)
     row_of = np.repeat(np.arange(len(picked)), responses)
-    # The state before a sampled token predicts it.
     scored = _ranges(_starts(lengths) + prompts - 1, responses)
+    targets = rows.tokens[_ranges(rows.starts[index] + prompts, responses)].astype(np.int64)
     source = _ranges(rows.response_starts[index], responses)
     row_tokens = responses
     if rows.sampled is not None:  # what stands between the turns of a merged row is not scored
         kept = rows.sampled[source]
         row_of, scored, source = row_of[kept], scored[kept], source[kept]
+        targets = targets[kept]
         row_tokens = np.bincount(row_of, minlength=len(picked))
     advantages = rows.advantages[index][row_of]
     if rows.token_advantages is not None:
@@ -132,7 +134,7 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
             positions=tensor(_ranges(np.zeros(len(picked), dtype=np.int64), lengths)[None]),
             rows=_lay(lengths, device),
             scored=tensor(scored),
-            targets=tensor(tokens[scored + 1]),
+            targets=tensor(targets),
             temperatures=tensor(rows.temperatures[index][row_of]),
         ),
         behaviour=tensor(rows.logprobs[source]),

@@ -41,7 +41,7 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
     )
     config._attn_implementation = PACKED
     lm = torch.nn.Module.to(LlamaForCausalLM(config), device)
-    model = shard(lm, compute_dtype="float32", mesh=mesh_of(group, device))
+    model = shard(lm, compute_dtype="float32", checkpointing=False, mesh=mesh_of(group, device))
     block = block_of(describe(model, prefix="lm."), rank=0, world_size=1)
     room = memory.take(state_bytes(block))
     assert room is not None, "nothing else is in use"
