@@ -18,6 +18,7 @@ from runtime.echo_service import NAME, Echo
 from flexmarl.cli.commands import doctor as command
 from flexmarl.cli.doctor import host
 from flexmarl.cli.doctor.network import ask, look_at
+from flexmarl.cli.doctor.rendezvous import meet
 from flexmarl.cli.doctor.settings import ask_services, read_settings
 from flexmarl.cli.errors import CliError
 from flexmarl.core.doctor import Level, PortState
@@ -184,6 +185,33 @@ def test_settings_say_what_is_wrong_with_them(tmp_path, text, problem):
         assert settings.peers == ("c:3", "a:1", "b:2")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["store = 1", "store.memory_tier_bytes = 'x'", "slots = 3\ndevice = 'cuda'", "server = 1",
+     "client = []", "store.data_dir = 1", "trainers = 5"],
+)  # fmt: skip
+def test_a_setting_of_the_wrong_kind_is_a_finding_and_no_crash(capsys, tmp_path, text):
+    config = tmp_path / "of-nobody.toml"  # what is wrong with it its service would say
+    config.write_text(text)
+    _, findings = examine(capsys, tmp_path, config)
+    said = [each["said"] for each in findings if each["check"] == "settings"]
+    assert len(said) == 1
+    assert str(config) in said[0]
+
+
+def test_what_a_service_needs_beyond_the_others_is_asked_for(capsys, monkeypatch, tmp_path):
+    for name in ("meg-store", "trainer"):
+        (tmp_path / f"{name}.toml").write_text("")
+    monkeypatch.setattr(command, "ask_services", list)
+    there = host._version
+    monkeypatch.setattr(host, "_version", lambda name: "" if name == "torch" else there(name))
+    code, findings = examine(capsys, tmp_path, tmp_path)
+    said = {each["said"]: each for each in findings if each["check"] == "versions"}
+    assert code == 1
+    assert any(line.startswith("rocksdict ") for line in said)
+    assert said["torch is not installed"]["remedy"].startswith("pip install 'torch>=")
+
+
 @pytest.mark.parametrize("address", ["host", "host:", ":", "host:port"])
 def test_an_address_that_is_none_is_refused(tmp_path, address):
     with pytest.raises(CliError, match="HOST:PORT"):
@@ -196,6 +224,16 @@ def test_an_address_that_is_none_is_refused(tmp_path, address):
             configs=[tmp_path / "none"], peers=[], data_dir=tmp_path, meet_at="", rank=0,
             interface="lo", as_json=True,
         )  # fmt: skip
+
+
+@pytest.mark.real
+def test_a_host_without_gpus_meets_nobody_over_nccl(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    finding = meet("127.0.0.1:1", rank=0, backend="nccl", interface="lo", timeout_s=5.0)
+    assert finding.level is Level.WRONG
+    assert finding.said == (
+        "no rendezvous at 127.0.0.1:1 over nccl: torch finds no GPU on this host"
+    )
 
 
 @pytest.mark.real

@@ -12,7 +12,10 @@ from flexmarl.client.base import ServiceClient
 from flexmarl.client.request import new_request_id
 from flexmarl.core.call_context import set_deadline
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.peer_credentials import PeerCredentials, use_credentials
 from flexmarl.runtime.config import ServerConfig
+from flexmarl.runtime.secret_files import write_secret
+from flexmarl.runtime.tokens import hash_token
 
 
 class EchoStub:
@@ -50,6 +53,38 @@ def _own_deadline():
     set_deadline(None)
     yield
     set_deadline(None)
+
+
+async def test_a_stream_whose_token_is_taken_back_is_opened_again_with_the_token_of_now(tmp_path):
+    file = tmp_path / "tokens.toml"
+
+    def known(**tokens):
+        of = {name: hash_token(token) for name, token in tokens.items()}
+        text = [f'[tokens.{n}]\nrole = "admin"\nsha256 = "{h}"\n' for n, h in of.items()]
+        write_secret(file, "".join(text).encode())
+
+    known(old="old", new="new")
+    config = ServerConfig(tokens=file, grace_s=0.1)
+    try:
+        use_credentials(PeerCredentials(token="old"))
+        async with (
+            serving(Echo(), config=config) as server,
+            EchoClient.connect(server.address) as client,
+        ):
+            ticks = client.forever()
+            assert await anext(ticks) == b"tick"
+            use_credentials(PeerCredentials(token="new"))
+            known(new="new")
+            server.read_locks_again()
+            for _ in range(500):  # more than was on its way
+                assert await anext(ticks) == b"tick"
+            known(other="other")
+            server.read_locks_again()
+            with pytest.raises(errors.UnauthenticatedError):
+                async for _ in ticks:
+                    pass
+    finally:
+        use_credentials(PeerCredentials())
 
 
 async def test_no_answer_is_repeated_with_the_same_message():

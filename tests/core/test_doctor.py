@@ -77,8 +77,10 @@ def test_clocks(offset_s, round_trip_s, level):
 
 
 def test_rendezvous():
-    check(judge_rendezvous("a:1", seconds=0.4, failure=""), Level.OK, "0.4 s")
-    check(judge_rendezvous("a:1", seconds=9, failure="timed out"), Level.WRONG, "timed out")
+    met = judge_rendezvous("a:1", backend="nccl", seconds=0.4, failure="")
+    check(met, Level.OK, "0.4 s over nccl")
+    alone = judge_rendezvous("a:1", backend="gloo", seconds=9, failure="timed out")
+    check(alone, Level.WRONG, "over gloo: timed out")
 
 
 def test_gpus():

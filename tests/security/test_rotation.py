@@ -9,6 +9,7 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from runtime.echo_service import Echo, path, serving
 
 from flexmarl.client.channel import Channel, StreamCall, connect
 from flexmarl.client.errors import UnauthenticatedError, UnavailableError
-from flexmarl.core.peer_credentials import PeerCredentials
-from flexmarl.runtime.config import ServerConfig
+from flexmarl.core.peer_credentials import PeerCredentials, current_credentials
+from flexmarl.runtime import own_credentials
+from flexmarl.runtime.config import ClientConfig, ServerConfig
 from flexmarl.runtime.secret_files import write_secret
 from flexmarl.runtime.server import GrpcServer
 from flexmarl.runtime.tokens import hash_token
@@ -140,6 +142,85 @@ async def test_certificates_are_read_again_for_connections_to_come(
         assert await asyncio.to_thread(is_let_in, server.metrics_port, strangers, admin)
         with pytest.raises(urllib.error.URLError):
             await asyncio.to_thread(is_let_in, server.metrics_port, locks, admin)
+
+
+@pytest.fixture
+def shows() -> Iterator[Callable[[ClientConfig], None]]:
+    """Has this process show what some files hold; it shows nothing afterwards."""
+    yield own_credentials.show
+    own_credentials.show(ClientConfig())
+
+
+async def test_what_a_process_shows_is_read_again_for_connections_to_come(
+    locks: Locks, strangers: Locks, tmp_path: Path, shows: Callable[[ClientConfig], None]
+) -> None:
+    admin = TOKENS["admin"]
+    theirs = {name: tmp_path / f"server-{name}" for name in ("cert", "key", "client_ca")}
+    take_over(theirs, locks)
+    config = ServerConfig(tls=theirs, tokens=locks.tokens, grace_s=0.1)
+    own = {name: tmp_path / name for name in ("ca", "cert", "key", "token_file")}
+    take_over_own(own, locks)
+    shows(ClientConfig(**own))
+    async with serving(Echo(), config=config) as server, connect(server.address) as channel:
+        talk = channel.stream_stream(path("Chat"))()
+        assert await answer_to(talk, b"hello") == b"hello"
+        assert await answers(channel)
+        own["cert"].write_text("half of a cert")
+        own_credentials.read_again()  # it is being written: what was read stays
+        assert await answers(channel)
+        take_over_own(own, strangers)
+        own_credentials.read_again()
+        assert not await answers(channel), "a stranger's certificate passed"
+        take_over(theirs, strangers)
+        server.read_locks_again()
+        async with asyncio.timeout(30):
+            while not await answers(channel):
+                pass  # gRPC waits a little before it tries again
+        assert await answer_to(talk, b"still here?") == b"still here?"
+        # The token goes with each call: over the same connection.
+        before = channel.bare()
+        for token, passes in (("of nobody", False), (admin, True)):
+            write_secret(own["token_file"], token.replace(" ", "-").encode())
+            own_credentials.read_again()
+            assert await passes_with_its_token(channel) == passes
+        assert channel.bare() is before
+
+
+async def test_a_signal_has_a_service_without_locks_read_what_it_shows(
+    tmp_path: Path, shows: Callable[[ClientConfig], None]
+) -> None:
+    file, announced = tmp_path / "token", tmp_path / "address.json"
+    write_secret(file, b"first")
+    shows(ClientConfig(token_file=file))
+    config = ServerConfig(address_file=announced, grace_s=0.1)
+    server = GrpcServer(config, name="open", add_to_server=[], services=[])
+    await server.start()
+    server.set_ready(True)
+    running = asyncio.create_task(server.serve_until_signal())
+    try:
+        await eventually(announced.exists, what="signals to be handled")
+        assert current_credentials().token == "first"
+        write_secret(file, b"second")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await eventually(lambda: current_credentials().token == "second", what="the new token")
+    finally:
+        server.request_stop("the test is over")
+        await running
+
+
+def take_over_own(files: dict[str, Path], locks: Locks) -> None:
+    """Put someone's certificates where a process has those that it shows."""
+    of = {"ca": locks.authority.cert, "cert": locks.client.cert, "key": locks.client.key}
+    for name, file in of.items():
+        shutil.copy(file, files[name])
+    shutil.copy(locks.folder / "admin.token", files["token_file"])
+
+
+async def passes_with_its_token(channel: Channel) -> bool:
+    try:
+        return await answers(channel)
+    except UnauthenticatedError:
+        return False
 
 
 def take_over(files: dict[str, Path], locks: Locks) -> None:

@@ -164,21 +164,25 @@ def _judge_clock(address: str, offset_s: float, round_trip_s: float) -> Finding:
     return Finding("clocks", Level.WRONG, said, "keep time on both hosts: chrony or timesyncd")
 
 
-def judge_rendezvous(address: str, *, seconds: float, failure: str) -> Finding:
+def judge_rendezvous(address: str, *, backend: str, seconds: float, failure: str) -> Finding:
     """Whether process groups can be made with another host.
 
     Args:
         address: Where the two met.
+        backend: "gloo" or "nccl".
         seconds: How long it took.
         failure: Why they did not; empty: they did.
     """
     if not failure:
-        return Finding("rendezvous", Level.OK, f"met at {address} in {seconds:.1f} s over gloo")
+        return Finding(
+            "rendezvous", Level.OK, f"met at {address} in {seconds:.1f} s over {backend}"
+        )
     remedy = (
         "run the other rank's command at the same time, name the interface of the private network "
         "(trainer: interface, rendezvous_host), and let both hosts reach all ports of each other"
     )
-    return Finding("rendezvous", Level.WRONG, f"no rendezvous at {address}: {failure}", remedy)
+    said = f"no rendezvous at {address} over {backend}: {failure}"
+    return Finding("rendezvous", Level.WRONG, said, remedy)
 
 
 def judge_gpus(*, wanted: int, names: Sequence[str], failure: str) -> Finding:

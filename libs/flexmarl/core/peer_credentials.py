@@ -27,12 +27,17 @@ class PeerCredentials:
     token: str = field(default="", repr=False)
     insecure: bool = False
 
+    @property
+    def connection(self) -> tuple[bytes, bytes, bytes]:
+        """What a connection is made with; the token goes with each call."""
+        return self.ca, self.certificate, self.key
+
 
 _current = PeerCredentials()
 
 
 def use_credentials(credentials: PeerCredentials) -> None:
-    """Make these the credentials of every channel that this process opens from now on."""
+    """Make these the credentials of every call that this process starts from now on."""
     global _current
     _current = credentials
 

@@ -12,11 +12,10 @@ from typing import TypeVar
 import uvloop
 
 from flexmarl.core.errors import DomainError
-from flexmarl.core.peer_credentials import use_credentials
+from flexmarl.runtime import own_credentials
 from flexmarl.runtime.config import ConfigError, ServiceConfig, load_config
 from flexmarl.runtime.logging import configure_logging, get_logger
 from flexmarl.runtime.preconditions import missing_module
-from flexmarl.runtime.tls import client_credentials
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
@@ -50,7 +49,7 @@ def run_service(
         config = load_config(
             model, path=args.config, env_prefix=f"FLEXMARL_{name.upper()}", overrides=args.set
         )
-        use_credentials(client_credentials(config.client))
+        own_credentials.show(config.client)
     except ConfigError as error:
         return _refuse(name, str(error))
     if args.check:

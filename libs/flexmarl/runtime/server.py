@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from flexmarl.core.deadlines import LONG_LIVED
 from flexmarl.core.keepalive import server_options
+from flexmarl.runtime import own_credentials
 from flexmarl.runtime.config import ServerConfig
 from flexmarl.runtime.health import Health
 from flexmarl.runtime.interceptors import CallInterceptor
@@ -190,8 +191,13 @@ class GrpcServer:
             self._stop_reason, self._stop_error = reason, error
             self._stopping.set()
 
+    def read_again(self) -> None:
+        """Take the tokens and certificates that the files hold now: asked for, and shown."""
+        self.read_locks_again()
+        own_credentials.read_again()
+
     def read_locks_again(self) -> None:
-        """Take the tokens and certificates that the files hold now."""
+        """Take those that it lets others in by."""
         self._locks.read_again()
         if self._metrics is not None and self._locks.certificates is not None:
             self._metrics.use_tls(self._locks.certificates.context)
@@ -199,7 +205,7 @@ class GrpcServer:
     async def serve_until_signal(self) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop.
 
-        Where there are locks, SIGHUP has their files read again.
+        Where there are files of locks, or of what it shows to others, SIGHUP has them read again.
 
         Raises:
             ServiceFailedError: From the error given to `request_stop`. A type of its own, so that a
@@ -208,8 +214,8 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop, signal.Signals(number).name)
-        if self._locks.any_set():
-            loop.add_signal_handler(signal.SIGHUP, self.read_locks_again)
+        if self._locks.any_set() or own_credentials.has_files():
+            loop.add_signal_handler(signal.SIGHUP, self.read_again)
         self._handles_signals = True
         self._announce()
         try:

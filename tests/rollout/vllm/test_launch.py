@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from flexmarl.rollout.engines.vllm_process import PLUGIN_FOLDER
 
@@ -25,6 +28,27 @@ child = subprocess.Popen([sys.executable, "-c", {HOLDER + "time.sleep(600)"!r}])
 print(child.pid, flush=True)
 launch._watch(sys.argv[1])
 """
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "ranks", "in_one_process"),
+    [
+        (True, ["1"], True),
+        (True, ["1", "2"], False),
+        (True, ["2", "1"], True),
+        (False, ["1"], False),
+    ],
+)
+def test_one_rank_on_cpus_runs_where_it_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, ranks: list[str], in_one_process: bool
+) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    for name, module in (("vllm", {}), ("vllm.platforms", {"current_platform": platform})):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
+    launch = runpy.run_path(str(PLUGIN_FOLDER / "launch.py"))
+    arguments = [part for rank in ranks for part in ("--tensor-parallel-size", rank)]
+    said = launch["_defaults"](["--model", "m", *arguments])
+    assert ("--distributed-executor-backend" in said) == in_one_process
 
 
 def test_who_loses_its_engine_removes_its_shared_memory(tmp_path: Path) -> None:

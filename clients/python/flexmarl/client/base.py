@@ -17,6 +17,7 @@ from flexmarl.client.errors import (
     DeadlineError,
     FlexMarlError,
     InternalError,
+    UnauthenticatedError,
     UnavailableError,
     make_error,
 )
@@ -141,6 +142,8 @@ class ServiceClient:
     async def _follow(self, open_stream: Callable[[], StreamCall]) -> AsyncGenerator[Any, None]:
         """Responses of a stream that is opened again when it breaks, ends or falls silent.
 
+        One whose token was taken back ends as well; it is opened again with the token of now.
+
         Waits for responses; freed by the service, or by closing the iterator.
 
         Raises:
@@ -151,15 +154,19 @@ class ServiceClient:
         failed = 0
         while True:
             call = open_stream()
+            was_let_in = False
             try:
                 while True:
                     async with asyncio.timeout(SILENCE_S):
                         response = await call.read()
                     if response is grpc.aio.EOF:
                         break  # the service stops
-                    failed = 0
+                    failed, was_let_in = 0, True
                     yield response
                     heard_at = time.monotonic()
+            except UnauthenticatedError:
+                if not was_let_in:
+                    raise
             except _BROKEN_STREAM as error:
                 silent_s = time.monotonic() - heard_at
                 if silent_s > self._patience_s:

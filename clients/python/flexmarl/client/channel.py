@@ -5,7 +5,9 @@
     channel = connect("127.0.0.1:7001")
     run = await MegStoreServiceStub(channel).GetRun(request, timeout=2.0)
 
-Each call gets `min(timeout or the method's default, what the caller's own deadline leaves)`.
+Each call gets `min(timeout or the method's default, what the caller's own deadline leaves)`. A
+channel that shows the process's own credentials shows those of the moment: when the certificates
+change, calls to come go over a connection made with the new ones, and what runs stays where it is.
 Nothing is repeated here: that takes patience, which clients have (`flexmarl.client.base`).
 """
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import grpc
 
@@ -34,6 +37,10 @@ from flexmarl.core.peer_credentials import PeerCredentials, current_credentials
 Metadata = tuple[tuple[str, str], ...]
 _Codec = Callable[[Any], Any] | None
 
+_MAX_FORMER: Final = 8
+"""Connections of replaced certificates that are kept for the calls that run on them; one without
+calls is let go by gRPC itself, after half an hour."""
+
 
 def connect(
     address: str,
@@ -49,18 +56,16 @@ def connect(
         deadlines_s: Default deadline by full method name (`/package.Service/Method`); None: no
             deadline, for long-lived streams only. By default the project's table.
         default_deadline_s: Deadline of methods that `deadlines_s` does not name.
-        credentials: Certificates and token; the process's own by default.
+        credentials: Certificates and token; by default the process's own, as they are at each call.
 
     Raises:
         InvalidError: A token would cross a network in clear.
     """
-    shown = current_credentials() if credentials is None else credentials
     return Channel(
-        open_channel(address, shown),
-        address=address,
+        address,
         deadlines_s=deadlines_s,
         default_deadline_s=default_deadline_s,
-        token=shown.token,
+        credentials=credentials,
     )
 
 
@@ -86,6 +91,10 @@ def open_channel(address: str, credentials: PeerCredentials) -> grpc.aio.Channel
     return grpc.aio.insecure_channel(address, options=client_options())
 
 
+def _shown(credentials: PeerCredentials) -> Metadata:
+    return (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
+
+
 def _is_local(address: str) -> bool:
     return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
@@ -95,18 +104,35 @@ class Channel(grpc.aio.Channel):
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
-        *,
         address: str,
+        *,
         deadlines_s: Mapping[str, float | None],
         default_deadline_s: float,
-        token: str = "",
+        credentials: PeerCredentials | None,
     ) -> None:
         self.address = address
-        self._shown: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = channel
         self._deadlines_s = deadlines_s
         self._default_deadline_s = default_deadline_s
+        self._follows = credentials is None
+        self._credentials = current_credentials() if credentials is None else credentials
+        self._channel = open_channel(address, self._credentials)
+        self._former: deque[grpc.aio.Channel] = deque(maxlen=_MAX_FORMER)
+        self.shown = _shown(self._credentials)
+        """Metadata of its calls: the token."""
+
+    def bare(self) -> grpc.aio.Channel:
+        """The connection for a call that starts now."""
+        if self._follows:
+            credentials = current_credentials()
+            if credentials is not self._credentials:
+                self._take(credentials)
+        return self._channel
+
+    def _take(self, credentials: PeerCredentials) -> None:
+        if credentials.connection != self._credentials.connection:
+            self._former.append(self._channel)
+            self._channel = open_channel(self.address, credentials)
+        self._credentials, self.shown = credentials, _shown(credentials)
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Wait until the connection stands.
@@ -116,16 +142,33 @@ class Channel(grpc.aio.Channel):
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._channel.channel_ready()
+                await self.bare().channel_ready()
         except TimeoutError:
             raise make_error(
                 ErrorReason.UNAVAILABLE, f"no connection to {self.address} within {timeout_s:g} s"
             ) from None
 
-    def rule(self, method: str) -> CallRule:
-        """How calls of a method are made."""
-        deadline_s = self._deadlines_s.get(method, self._default_deadline_s)
-        return CallRule(method, deadline_s, self._shown)
+    def timeout_s(self, method: str, asked_s: float | None) -> float | None:
+        """Timeout of a call that starts now.
+
+        Raises:
+            DeadlineError: The caller's own deadline leaves none.
+        """
+        default_s = self._deadlines_s.get(method, self._default_deadline_s)
+        left_s = onward_timeout_s(default_s if asked_s is None else asked_s, now=time.monotonic())
+        if left_s is not None and left_s <= 0.0:
+            raise make_error(
+                ErrorReason.DEADLINE_EXCEEDED,
+                f"{method}: the caller's deadline leaves no time",
+            )
+        return left_s
+
+    def metadata(self, extra: Metadata | None) -> Metadata | None:
+        """Metadata of a call: the ids bound to its task, the token, and what the caller adds."""
+        ids = current_ids()
+        if not ids:
+            return (*self.shown, *(extra or ())) if self.shown else extra
+        return ((IDS_METADATA_KEY, encode_ids(ids)), *self.shown, *(extra or ()))
 
     def unary_unary(
         self,
@@ -135,8 +178,8 @@ class Channel(grpc.aio.Channel):
         _registered_method: bool | None = False,
     ) -> Any:  # noqa: ANN401 - the generated stub gives it its type
         """Callable of a unary method: `await call(request, timeout=...)`."""
-        inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
-        return UnaryCallable(inner, self.rule(method))
+        codecs = (request_serializer, response_deserializer)
+        return UnaryCallable(self, method, lambda bare: bare.unary_unary(method, *codecs))
 
     def stream_unary(
         self,
@@ -146,8 +189,8 @@ class Channel(grpc.aio.Channel):
         _registered_method: bool | None = False,
     ) -> Any:  # noqa: ANN401 - the generated stub gives it its type
         """Callable of a client stream: `await call(async_iterator, timeout=...)`."""
-        inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
-        return StreamCallable(inner, self.rule(method))
+        codecs = (request_serializer, response_deserializer)
+        return StreamCallable(self, method, lambda bare: bare.stream_unary(method, *codecs))
 
     def unary_stream(
         self,
@@ -157,8 +200,8 @@ class Channel(grpc.aio.Channel):
         _registered_method: bool | None = False,
     ) -> Any:  # noqa: ANN401 - the generated stub gives it its type
         """Callable of a server stream: `async for response in call(request)`."""
-        inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
-        return StreamCallable(inner, self.rule(method))
+        codecs = (request_serializer, response_deserializer)
+        return StreamCallable(self, method, lambda bare: bare.unary_stream(method, *codecs))
 
     def stream_stream(
         self,
@@ -168,8 +211,8 @@ class Channel(grpc.aio.Channel):
         _registered_method: bool | None = False,
     ) -> Any:  # noqa: ANN401 - the generated stub gives it its type
         """Callable of a bidirectional stream."""
-        inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
-        return StreamCallable(inner, self.rule(method))
+        codecs = (request_serializer, response_deserializer)
+        return StreamCallable(self, method, lambda bare: bare.stream_stream(method, *codecs))
 
     async def __aenter__(self) -> Self:
         return self
@@ -178,59 +221,56 @@ class Channel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancel what runs (after `grace` seconds) and close the connection."""
-        await self._channel.close(grace)
+        """Cancel what runs (after `grace` seconds) and close the connections."""
+        for channel in (*self._former, self._channel):
+            await channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Connectivity now."""
-        return self._channel.get_state(try_to_connect)
+        return self.bare().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Wait until the connectivity differs."""
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self.bare().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Wait until the connection stands; prefer `wait_ready`, which has a deadline."""
-        await self._channel.channel_ready()
+        await self.bare().channel_ready()
 
 
-class CallRule:
-    """Deadline and metadata of one method's calls."""
+class _Callable:
+    """A method, over the connection of the moment."""
 
-    __slots__ = ("_deadline_s", "_shown", "method")
+    __slots__ = ("_bare", "_channel", "_inner", "_make", "_method")
 
-    def __init__(self, method: str, deadline_s: float | None, shown: Metadata = ()) -> None:
-        self.method = method
-        self._deadline_s = deadline_s
-        self._shown = shown
+    def __init__(
+        self,
+        channel: Channel,
+        method: str,
+        make: Callable[[grpc.aio.Channel], Any],
+    ) -> None:
+        self._channel = channel
+        self._method = method
+        self._make = make
+        self._bare = channel.bare()
+        self._inner = make(self._bare)
 
-    def timeout_s(self, asked_s: float | None) -> float | None:
-        """Timeout of a call that starts now."""
-        default_s = self._deadline_s if asked_s is None else asked_s
-        left_s = onward_timeout_s(default_s, now=time.monotonic())
-        if left_s is not None and left_s <= 0.0:
-            raise make_error(
-                ErrorReason.DEADLINE_EXCEEDED,
-                f"{self.method}: the caller's deadline leaves no time",
-            )
-        return left_s
-
-    def metadata(self, extra: Metadata | None) -> Metadata | None:
-        """Metadata of a call: the ids bound to its task, the token, and what the caller adds."""
-        ids = current_ids()
-        if not ids:
-            return (*self._shown, *(extra or ())) if self._shown else extra
-        return ((IDS_METADATA_KEY, encode_ids(ids)), *self._shown, *(extra or ()))
+    def _start(self, request: Any, timeout: float | None, metadata: Metadata | None) -> Any:  # noqa: ANN401
+        channel = self._channel
+        bare = channel.bare()
+        if bare is not self._bare:
+            self._bare, self._inner = bare, self._make(bare)
+        return self._inner(
+            request,
+            timeout=channel.timeout_s(self._method, timeout),
+            metadata=channel.metadata(metadata),
+        )
 
 
-class UnaryCallable:
+class UnaryCallable(_Callable):
     """A unary method: `await callable(request)`."""
 
-    __slots__ = ("_inner", "_rule")
-
-    def __init__(self, inner: Any, rule: CallRule) -> None:  # noqa: ANN401
-        self._inner = inner
-        self._rule = rule
+    __slots__ = ()
 
     async def __call__(
         self,
@@ -240,23 +280,16 @@ class UnaryCallable:
         metadata: Metadata | None = None,
     ) -> Any:  # noqa: ANN401
         """Call; raise `FlexMarlError`."""
-        rule = self._rule
         try:
-            return await self._inner(
-                request, timeout=rule.timeout_s(timeout), metadata=rule.metadata(metadata)
-            )
+            return await self._start(request, timeout, metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, method=rule.method) from None
+            raise from_rpc_error(error, method=self._method) from None
 
 
-class StreamCallable:
+class StreamCallable(_Callable):
     """A method with a stream on either side, or on both."""
 
-    __slots__ = ("_inner", "_rule")
-
-    def __init__(self, inner: Any, rule: CallRule) -> None:  # noqa: ANN401
-        self._inner = inner
-        self._rule = rule
+    __slots__ = ()
 
     def __call__(
         self,
@@ -266,11 +299,7 @@ class StreamCallable:
         metadata: Metadata | None = None,
     ) -> StreamCall:
         """Start the call."""
-        rule = self._rule
-        call = self._inner(
-            request, timeout=rule.timeout_s(timeout), metadata=rule.metadata(metadata)
-        )
-        return StreamCall(call, rule.method)
+        return StreamCall(self._start(request, timeout, metadata), self._method)
 
 
 class StreamCall:

@@ -64,16 +64,25 @@ def doctor(
     for address in (*peers, *([meet_at] if meet_at else [])):
         _check_address(address)
     settings = ask_services([read_settings(path) for path in _files(configs)])
+    num_gpus = max((each.num_gpus for each in settings), default=0)
     findings = [
-        *check_versions(),
+        *check_versions([each.service for each in settings]),
         *judge_settings({str(each.path): each.problem for each in settings}),
-        check_gpus(max((each.num_gpus for each in settings), default=0)),
+        check_gpus(num_gpus),
         *_check_folders(settings, data_dir),
         check_open_files(),
         *asyncio.run(_check_addresses(settings, peers)),
     ]
     if meet_at:
-        findings.append(meet(meet_at, rank=rank, interface=interface, timeout_s=_MEET_TIMEOUT_S))
+        findings.append(
+            meet(
+                meet_at,
+                rank=rank,
+                backend="nccl" if num_gpus else "gloo",
+                interface=interface,
+                timeout_s=_MEET_TIMEOUT_S,
+            )
+        )
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -26,23 +27,36 @@ from flexmarl.core.doctor import (
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the tmpfs of every Linux host
 DEFAULT_TIER_BYTES: Final = 1 << 30
 
-_WANTED: Final = {
+Versions = Mapping[str, tuple[int, ...]]
+"""Least version of each distribution."""
+
+_WANTED: Final[Versions] = {
     "grpcio": (1, 78),
     "protobuf": (6, 33, 6),
     "pydantic": (2, 10),
     "structlog": (25,),
     "uvloop": (0, 21),
 }
+_MODELS: Final[Versions] = {"torch": (2, 13), "transformers": (5, 20)}
+_WANTED_BY: Final[Mapping[str, Versions]] = {
+    "meg-store": {"rocksdict": (0, 3, 29)},
+    "engine-host": _MODELS,
+    "trainer": {**_MODELS, "peft": (0, 17)},
+}
+"""Beyond these: what the extra of a service brings."""
 _NUM_WRITES: Final = 16
 _WRITE_BYTES: Final = 4096
 _PROBE_TIMEOUT_S: Final = 20.0
 
 
-def check_versions() -> list[Finding]:
-    """The interpreter, and the libraries that every part needs."""
+def check_versions(services: Collection[str]) -> list[Finding]:
+    """The interpreter, and the libraries that every part needs, and these services."""
+    wanted = dict(_WANTED)
+    for service in services:
+        wanted |= _WANTED_BY.get(service, {})
     return [
         judge_python((sys.version_info.major, sys.version_info.minor)),
-        *(judge_package(name, found=_version(name), wanted=low) for name, low in _WANTED.items()),
+        *(judge_package(name, found=_version(name), wanted=low) for name, low in wanted.items()),
     ]
 
 

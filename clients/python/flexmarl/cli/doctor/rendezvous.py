@@ -15,29 +15,32 @@ _IMPORT_S: Final = 60.0
 """Longest time to import torch, beside the wait for the other host."""
 
 
-def meet(address: str, *, rank: int, interface: str, timeout_s: float) -> Finding:
+def meet(address: str, *, rank: int, backend: str, interface: str, timeout_s: float) -> Finding:
     """Meet the other rank and reduce a number with it, in a process of its own.
 
     Args:
         address: host:port of rank 0, which listens there.
         rank: 0 or 1.
+        backend: "gloo", or "nccl" with the first GPU of each host.
         interface: Network interface to use, such as `eth0`.
         timeout_s: Longest wait for the other host.
     """
     if find_spec("flexmarl.trainer") is None or find_spec("torch") is None:
         why = "this installation has no trainer (pip install 'flexmarl[trainer]')"
-        return judge_rendezvous(address, seconds=0.0, failure=why)
+        return judge_rendezvous(address, backend=backend, seconds=0.0, failure=why)
     command = [sys.executable, "-m", _MODULE, "--address", address, "--rank", str(rank)]
-    command += ["--interface", interface, "--timeout", str(timeout_s)]
+    command += ["--backend", backend, "--interface", interface, "--timeout", str(timeout_s)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s + _IMPORT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return judge_rendezvous(address, seconds=timeout_s, failure="the other host did not answer")
+        why = "the other host did not answer"
+        return judge_rendezvous(address, backend=backend, seconds=timeout_s, failure=why)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines()
         why = said[-1] if said else f"exit code {done.returncode}"
-        return judge_rendezvous(address, seconds=0.0, failure=why)
-    return judge_rendezvous(address, seconds=float(json.loads(lines[-1])["seconds"]), failure="")
+        return judge_rendezvous(address, backend=backend, seconds=0.0, failure=why)
+    seconds = float(json.loads(lines[-1])["seconds"])
+    return judge_rendezvous(address, backend=backend, seconds=seconds, failure="")

@@ -82,15 +82,15 @@ def read_settings(path: Path) -> Settings:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         return Settings(path=path, problem=f"{path}: server or client: {key}: {first['msg']}")
-    store = data.get("store", {})
+    store = _section(data, "store")
     return Settings(
         path=path,
         address=_own_address(server),
         peers=tuple(_peers(data)),
         data_dir=_path(store.get("data_dir") or data.get("data_dir")),
         shm_dir=_path(store.get("shm_dir")),
-        memory_tier_bytes=int(store.get("memory_tier_bytes", 0)),
-        num_gpus=len(data.get("slots", ["slot0"])) if data.get("device") == "cuda" else 0,
+        memory_tier_bytes=_whole(store.get("memory_tier_bytes")),
+        num_gpus=_num_slots(data) if data.get("device") == "cuda" else 0,
         client=client,
         problem=_lock_problem(path, server, client),
     )
@@ -145,6 +145,23 @@ def _peers(data: dict[str, Any]) -> list[str]:
         elif isinstance(value, Sequence):
             found += [str(item) for item in value]
     return found
+
+
+# What has the wrong type is left to the service, which says so; here it is as if it were not there.
+
+
+def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+    value = data.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _num_slots(data: dict[str, Any]) -> int:
+    value = data.get("slots")
+    return len(value) if isinstance(value, list) else 1
 
 
 def _path(value: object) -> Path | None:

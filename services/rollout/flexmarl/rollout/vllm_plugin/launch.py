@@ -16,9 +16,14 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
+IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs the model where it is scheduled. On CPUs vLLM takes a process of its own for it, to bind its
+threads, which we do not want bound; each process imports all of vLLM: a third of a start. Under its
+short name, `uni`, it would be turned back into two processes."""
 _SHARED_MEMORY = re.compile(r"/dev/shm/psm_\w+")  # noqa: S108 - named by Python
 
 
@@ -40,11 +45,11 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         part for part in (folder, os.environ.get("PYTHONPATH")) if part
     )
-    sys.argv = [SERVER, *_defaults(), *arguments]
+    sys.argv = [SERVER, *_defaults(arguments), *arguments]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
-def _defaults() -> list[str]:
+def _defaults(arguments: Sequence[str]) -> list[str]:
     """Arguments that the platform needs; later ones win."""
     from vllm.platforms import current_platform
 
@@ -52,7 +57,16 @@ def _defaults() -> list[str]:
     if not current_platform.is_cpu():
         return common
     # The cache has its own size: this is what may be claimed beside it.
-    return [*common, "--gpu-memory-utilization", "0.05", "--block-size", "32"]
+    common += ["--gpu-memory-utilization", "0.05", "--block-size", "32"]
+    if _value(arguments, "--tensor-parallel-size") == "1":
+        common += ["--distributed-executor-backend", IN_ONE_PROCESS]
+    return common
+
+
+def _value(arguments: Sequence[str], name: str) -> str:
+    """The last value of an option; empty where it is not given."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return next((value for key, value in reversed(list(pairs)) if key == name), "")
 
 
 def _watch(socket: str) -> None:
