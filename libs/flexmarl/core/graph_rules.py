@@ -211,6 +211,8 @@ def check_edges(new: Mapping[str, Sequence[str]], *, is_stored: Callable[[str], 
     Raises:
         DomainError: INVALID_ARGUMENT for an edge from nowhere, from another sample, or a cycle.
     """
+    if not any(new.values()):
+        return
     seen: set[str] = set()
     in_order = True
     for vertex_id, upstreams in new.items():

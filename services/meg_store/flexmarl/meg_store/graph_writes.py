@@ -69,7 +69,8 @@ class GraphWrites:
         for group in request.groups:
             rows.admit(group)
         vertices = VertexWrites(draft, entry, self._runs, self._objects, self._recent, scope)
-        vertex_outcomes = vertices.write(checked.all())
+        checked.finish()
+        vertex_outcomes = vertices.write(checked)
         sample_outcomes = [rows.write_sample(sample) for sample in request.samples]
         draft.at_commit.append(lambda: self._count_late(scope.num_late))
         return pb.WriteGraphResponse(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import graph_pb2
@@ -28,36 +30,76 @@ _ENDED = frozenset(
 )
 
 
-def check_meta(meta: graph_pb2.VertexMeta) -> None:
+Alike: TypeAlias = dict[tuple[Any, ...], graph_pb2.VertexMeta]
+"""Rows that were checked, one of each kind: by what many rows of a call repeat."""
+
+_repeated: Final = attrgetter(
+    "sample_id",
+    "group_id",
+    "batch",
+    "batch_attempt",
+    "sample_attempt",
+    "agent",
+    "policy",
+    "kind",
+    "status",
+    "void_reason",
+    "micro_batch_id",
+    "merged_into",
+)
+_own: Final = attrgetter("vertex_id", "sample_id", "path", "num_response_tokens", "version_runs")
+_data: Final = attrgetter("response_tokens", "logprobs", "columns")
+
+
+def check_meta(meta: graph_pb2.VertexMeta, alike: Alike) -> None:
     """Checks the meta columns of a vertex that is about to be written.
+
+    Args:
+        meta: Meta columns.
+        alike: What rows checked before it had in common with it is not looked at again; it is
+            added.
 
     Raises:
         DomainError: INVALID_ARGUMENT.
         ValueError: An id or a name is malformed.
     """
-    vertex_id, sample_id = meta.vertex_id, meta.sample_id
+    repeated = _repeated(meta)
+    if repeated not in alike:
+        _check_repeated(meta)
+        alike[repeated] = meta
+    vertex_id, sample_id, path, num_response_tokens, runs = _own(meta)
+    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=sample_id, path=path)
+    if meta.HasField("reward") or meta.HasField("advantage"):
+        raise _too_early(vertex_id)
+    if runs:
+        # Nearly all rows have one run; a sum over a generator costs more than all else here.
+        num_tokens = runs[0].num_tokens if len(runs) == 1 else sum(run.num_tokens for run in runs)
+        if num_tokens != num_response_tokens:
+            raise ValueError(f"vertex {vertex_id!r}: version_runs do not add up to its tokens")
+
+
+def _check_repeated(meta: graph_pb2.VertexMeta) -> None:
+    """Checks what `_repeated` reads."""
+    vertex_id = meta.vertex_id
     graph_rules.check_sample_ids(
-        sample_id=sample_id,
+        sample_id=meta.sample_id,
         group_id=meta.group_id,
         batch=meta.batch,
         batch_attempt=meta.batch_attempt,
         sample_attempt=meta.sample_attempt,
     )
-    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=sample_id, path=meta.path)
     if flaw := _flaw_of_role(meta.agent, meta.policy, meta.kind):
         raise ValueError(f"vertex {vertex_id!r}: {flaw}")
     if meta.status not in _ENDED:
         graph_rules.check_ended(vertex_id, VERTEX_STATUS.to_core(meta.status))
-    trained = meta.micro_batch_id or meta.merged_into
-    if trained or meta.HasField("reward") or meta.HasField("advantage"):
-        raise ValueError(f"vertex {vertex_id!r}: reward, advantage and mark come after its end")
+    if meta.micro_batch_id or meta.merged_into:
+        raise _too_early(vertex_id)
     if meta.void_reason != common_pb2.VOID_REASON_UNSPECIFIED:
         raise ValueError(f"vertex {vertex_id!r}: rows are voided by CloseGroups or VoidRows")
-    runs = meta.version_runs
-    # Nearly all rows have one run; a sum over a generator costs more than all else here.
-    num_tokens = runs[0].num_tokens if len(runs) == 1 else sum(run.num_tokens for run in runs)
-    if runs and num_tokens != meta.num_response_tokens:
-        raise ValueError(f"vertex {vertex_id!r}: version_runs do not add up to its tokens")
+
+
+def _too_early(vertex_id: str) -> ValueError:
+    return ValueError(f"vertex {vertex_id!r}: reward, advantage and mark come after its end")
 
 
 @lru_cache(maxsize=4096)
@@ -93,14 +135,13 @@ def check_payload(
     if payload is None:
         check_ready(meta, (), columns)
         return ()
-    num_tokens = len(payload.response_tokens)
-    num_logprobs = len(payload.logprobs)
+    tokens, logprobs, values = _data(payload)
+    num_tokens, num_logprobs = len(tokens), len(logprobs)
     if num_tokens != meta.num_response_tokens or num_logprobs not in (0, num_tokens):
         raise ValueError(
             f"vertex {meta.vertex_id!r}: {num_tokens} response tokens and {num_logprobs} "
             f"log-probabilities for num_response_tokens = {meta.num_response_tokens}"
         )
-    values = payload.columns
     check_ready(meta, values, columns)
     return check_values(meta.vertex_id, values, columns) if values else ()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from typing import Final
 
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
@@ -16,9 +17,10 @@ from flexmarl.meg_store.objects import Objects
 from flexmarl.meg_store.rows import encode_meta
 from flexmarl.meg_store.runs import RunEntry, Runs
 from flexmarl.meg_store.write_scope import WriteScope
-from flexmarl.meg_store.written_graph import CheckedVertex
+from flexmarl.meg_store.written_graph import CheckedVertex, CheckedVertices
 
-_RECENT_VERTICES = 32768
+_RECENT_VERTICES: Final = 32768
+_NONE: Final[frozenset[str]] = frozenset()
 
 
 class RecentVertices:
@@ -49,6 +51,11 @@ class RecentVertices:
         """Whether a vertex is remembered."""
         return vertex_id in self._young.get(run_id, ()) or vertex_id in self._old.get(run_id, ())
 
+    def has_any(self, run_id: str, vertex_ids: Set[str]) -> bool:
+        """Whether any of some is remembered."""
+        generations = (self._young, self._old)
+        return not all(known.get(run_id, _NONE).isdisjoint(vertex_ids) for known in generations)
+
 
 class VertexWrites:
     """Decides over the vertices of one call."""
@@ -73,18 +80,23 @@ class VertexWrites:
         self._payloads: dict[bytes, bytes] = {}
         self._edges: dict[str, Sequence[str]] = {}
 
-    def write(self, vertices: Sequence[CheckedVertex]) -> list[WriteOutcome]:
+    def write(self, checked: CheckedVertices) -> list[WriteOutcome]:
         """Decide over each, in order, then over their edges.
 
         Raises:
             DomainError: NOT_FOUND for a group, OBJECT_NOT_FOUND, INVALID_ARGUMENT for an edge.
         """
-        if not vertices:
+        if not checked.ids:
             return []
-        stored = self._draft.get_many(Table.ROWS, [vertex.key for vertex in vertices])
-        outcomes = [
-            self._write(vertex, known) for vertex, known in zip(vertices, stored, strict=True)
-        ]
+        stored = self._draft.get_many(Table.ROWS, checked.keys)
+        if self._takes_all(checked, stored):
+            outcomes = [WriteOutcome.ACCEPTED] * len(checked.ids)
+            self._accept_all(checked)
+        else:
+            outcomes = [
+                self._write(vertex, known, checked.upstream.get(vertex.vertex_id, ()))
+                for vertex, known in zip(checked.each(), stored, strict=True)
+            ]
         graph_rules.check_edges(self._edges, is_stored=self._is_stored)
         self._draft.put_many(Table.ROWS, self._rows)
         self._draft.put_many(Table.PAYLOADS, self._payloads)
@@ -92,35 +104,76 @@ class VertexWrites:
         self._draft.at_commit.append(lambda: self._recent.add(self._run_id, accepted))
         return outcomes
 
-    def _write(self, vertex: CheckedVertex, known: bytes | None) -> WriteOutcome:
+    def _takes_all(self, checked: CheckedVertices, stored: Sequence[bytes | None]) -> bool:
+        """Whether every vertex is new and accepted: the ordinary call, decided kind by kind."""
+        ids = set(checked.ids)
+        return (
+            stored.count(None) == len(ids) == len(checked.ids)
+            and not self._recent.has_any(self._run_id, ids)
+            and all(
+                self._decide(meta, known=False, same=False) is WriteOutcome.ACCEPTED
+                for meta in checked.alike.values()
+            )
+        )
+
+    def _accept_all(self, checked: CheckedVertices) -> None:
+        self._rows = dict(zip(checked.keys, checked.columns, strict=True))
+        payloads = [payload or b"" for payload in checked.payloads]
+        self._payloads = dict(zip(checked.keys, payloads, strict=True))
+        self._edges = {**dict.fromkeys(checked.ids, ()), **checked.upstream}
+        for meta in checked.alike.values():
+            self._note_agent(meta)
+        for objects in checked.objects.values():
+            self._refer(objects)
+        if self._entry.run.vertex_events:
+            for meta in checked.metas:
+                self._tell(meta)
+
+    def _write(
+        self, vertex: CheckedVertex, known: bytes | None, upstream: Sequence[str]
+    ) -> WriteOutcome:
         known = self._rows.get(vertex.key, known)  # it may come twice in one call
-        place = self._scope.place(vertex.meta)
-        outcome = graph_rules.decide_vertex(
+        outcome = self._decide(
+            vertex.meta,
             known=known is not None or self._is_another_agents(vertex.vertex_id),
             same=known is not None and self._is_same(vertex, known),
-            late=place.is_over,
-            subgraph_closed=bool(place.closed) and vertex.meta.policy in place.closed,
         )
         if outcome is WriteOutcome.ACCEPTED:
-            self._accept(vertex)
+            self._accept(vertex, upstream)
         elif outcome is WriteOutcome.DUPLICATE:
             late = wire.vertex(vertex.columns, vertex.payload)
             self._scope.keep_late(vertex.vertex_id, late)
         return outcome
 
-    def _accept(self, vertex: CheckedVertex) -> None:
-        meta = vertex.meta
+    def _decide(self, meta: graph_pb2.VertexMeta, *, known: bool, same: bool) -> WriteOutcome:
+        place = self._scope.place(meta)
+        return graph_rules.decide_vertex(
+            known=known,
+            same=same,
+            late=place.is_over,
+            subgraph_closed=bool(place.closed) and meta.policy in place.closed,
+        )
+
+    def _accept(self, vertex: CheckedVertex, upstream: Sequence[str]) -> None:
         self._rows[vertex.key] = vertex.columns
         self._payloads[vertex.key] = vertex.payload or b""
-        upstream = meta.upstream_vertex_ids
-        self._edges[vertex.vertex_id] = list(upstream) if upstream else ()
+        self._edges[vertex.vertex_id] = upstream
+        self._note_agent(vertex.meta)
+        self._refer(vertex.objects)
+        if self._entry.run.vertex_events:
+            self._tell(vertex.meta)
+
+    def _note_agent(self, meta: graph_pb2.VertexMeta) -> None:
         if meta.agent not in self._entry.agents:
             self._runs.note_agent(self._draft, self._entry, meta.agent)
-        for object_key in vertex.objects:
+
+    def _refer(self, objects: Sequence[str]) -> None:
+        for object_key in objects:
             self._objects.refer(self._draft, object_key)
-        if self._entry.run.vertex_events:
-            event = pb.Event(kind=pb.EVENT_KIND_VERTEX, vertex=meta)
-            self._draft.event(self._run_id, event)
+
+    def _tell(self, meta: graph_pb2.VertexMeta) -> None:
+        event = pb.Event(kind=pb.EVENT_KIND_VERTEX, vertex=meta)
+        self._draft.event(self._run_id, event)
 
     def _is_another_agents(self, vertex_id: str) -> bool:
         """Whether a vertex that is not in its agent's table was accepted for another agent lately.

@@ -8,6 +8,7 @@ class is built from the contract's own descriptors, so that no field can differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -19,6 +20,7 @@ from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import vertex_checks as checks
+from flexmarl.meg_store import wire
 from flexmarl.meg_store.rows import encode_meta
 
 _PACKAGE: Final = "flexmarl.meg_store.written"
@@ -28,6 +30,11 @@ _SLICE: Final = 128 << 10
 
 _ROW: Final = 2 << 10
 """What a row costs apart from its bytes, in bytes."""
+
+_PAYLOAD_TAG: Final = b"\x0a"
+_parts: Final = attrgetter("meta", "payload")
+_written: Final = attrgetter("vertex_id", "agent", "upstream_vertex_ids")
+_payloads: Final = attrgetter("payloads")
 
 
 class WrittenVertex(Protocol):
@@ -82,10 +89,25 @@ class CheckedVertex(NamedTuple):
 class CheckedVertices:
     """The vertices of a call, checked before anything is decided over them, some at a time.
 
+    What is known of them is kept by column, in the order in which they came: a call of many rows
+    handles most columns whole.
+
     Args:
         run_id: Their run.
         vertices: As they came.
         declared: Types of the run's declared columns.
+
+    Attributes:
+        declared: The same.
+        ids: Their ids.
+        keys: Of their rows.
+        metas: Their meta columns.
+        columns: These as they are stored.
+        payloads: Their data columns as they are stored; None for a vertex that came without.
+        upstream: Ids of upstream vertices, of those that have any, by id.
+        objects: Keys of the objects that a vertex refers to, of those that do, by position.
+        alike: One vertex of each kind; what the vertices of a kind have in common says whether
+            the stored graph takes them.
     """
 
     def __init__(
@@ -93,17 +115,29 @@ class CheckedVertices:
     ) -> None:
         self._run_id = run_id
         self._vertices = iter(vertices)
-        self._checked: list[CheckedVertex] = []
         self._refused: Exception | None = None
+        self._tables: dict[str, bytes] = {}
         self.declared = declared
+        self.ids: list[str] = []
+        self.keys: list[bytes] = []
+        self.metas: list[graph_pb2.VertexMeta] = []
+        self.columns: list[bytes] = []
+        self.payloads: list[bytes | None] = []
+        self.upstream: dict[str, list[str]] = {}
+        self.objects: dict[int, Sequence[str]] = {}
+        self.alike: checks.Alike = {}
 
     def in_slices(self) -> Iterator[None]:
         """Check; pauses between any two slices for others to run, and refuses nothing yet."""
-        while self._check_some():
-            yield
+        try:
+            while self._check_some():
+                yield
+        except (DomainError, ValueError) as error:
+            self._refused = error
+            self._vertices = iter(())
 
-    def all(self) -> list[CheckedVertex]:
-        """All of them; those that were not checked yet are.
+    def finish(self) -> None:
+        """Check those that were not checked yet.
 
         Raises:
             DomainError: INVALID_ARGUMENT, MESSAGE_TOO_LARGE.
@@ -113,42 +147,62 @@ class CheckedVertices:
             pass
         if self._refused is not None:
             raise self._refused
-        return self._checked
+
+    def each(self) -> Iterator[CheckedVertex]:
+        """One after the other."""
+        objects = (self.objects.get(position, ()) for position in range(len(self.ids)))
+        rows = (self.ids, self.keys, self.metas, self.columns, self.payloads, objects)
+        return map(CheckedVertex._make, zip(*rows, strict=True))
 
     def _check_some(self) -> bool:
-        """Returns whether more are left."""
+        """Returns whether more may be left."""
+        metas: list[graph_pb2.VertexMeta] = []
+        payloads: list[bytes | None] = []
         left = _SLICE
-        try:
-            for vertex in self._vertices:
-                checked = _check(self._run_id, vertex, self.declared)
-                self._checked.append(checked)
-                left -= _ROW + len(checked.payload or b"")
-                if left <= 0:
-                    return True
-        except (DomainError, ValueError) as error:
-            self._refused = error
-            self._vertices = iter(())
-        return False
+        for vertex in self._vertices:
+            meta, payload = _parts(vertex)
+            metas.append(meta)
+            payloads.append(payload or (b"" if vertex.HasField("payload") else None))
+            left -= _ROW + len(payload)
+            if left <= 0:
+                break
+        for meta, payload, data in zip(metas, payloads, _decoded(payloads), strict=True):
+            self._check(meta, payload, data)
+        return left <= 0
+
+    def _check(
+        self, meta: graph_pb2.VertexMeta, payload: bytes | None, data: graph_pb2.VertexPayload
+    ) -> None:
+        checks.check_meta(meta, self.alike)
+        has_data = payload is not None
+        objects = checks.check_payload(meta, data if has_data else None, self.declared)
+        vertex_id, agent, upstream = _written(meta)
+        columns = encode_meta(meta)
+        checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
+        if payload:
+            checks.check_size(vertex_id, len(payload), checks.MAX_PAYLOAD_BYTES)
+        table = self._tables.get(agent)
+        if table is None:
+            table = self._tables[agent] = keys.prefix(self._run_id, agent)
+        if objects:
+            self.objects[len(self.ids)] = objects
+        if upstream:
+            self.upstream[vertex_id] = list(upstream)
+        self.ids.append(vertex_id)
+        self.keys.append(table + vertex_id.encode())
+        self.metas.append(meta)
+        self.columns.append(columns)
+        self.payloads.append(payload)
 
 
-def _check(run_id: str, vertex: WrittenVertex, declared: Mapping[str, int]) -> CheckedVertex:
-    meta = vertex.meta
-    checks.check_meta(meta)
-    payload = vertex.payload if vertex.HasField("payload") else None
-    objects = checks.check_payload(meta, _decoded(payload), declared)
-    vertex_id = meta.vertex_id
-    columns = encode_meta(meta)
-    checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
-    checks.check_size(vertex_id, len(payload or b""), checks.MAX_PAYLOAD_BYTES)
-    key = keys.row(run_id, meta.agent, vertex_id)
-    return CheckedVertex(vertex_id, key, meta, columns, payload, objects)
-
-
-def _decoded(payload: bytes | None) -> graph_pb2.VertexPayload | None:
-    if payload is None:
-        return None
+def _decoded(payloads: Iterable[bytes | None]) -> Sequence[graph_pb2.VertexPayload]:
+    """Payloads as messages: decoded together they cost a quarter less than one by one."""
+    parts: list[bytes] = []
+    for payload in payloads:
+        data = payload or b""
+        parts += (_PAYLOAD_TAG, wire.varint(len(data)), data)
     try:
-        return graph_pb2.VertexPayload.FromString(payload)
+        return _payloads(_PAYLOADS.FromString(b"".join(parts)))
     except DecodeError:
         raise malformed() from None
 
@@ -160,8 +214,8 @@ def malformed() -> DomainError:
     )
 
 
-def _request_class() -> type[Message]:
-    """The class behind `WrittenGraph`."""
+def _classes() -> tuple[type[Message], type[Message]]:
+    """The class behind `WrittenGraph`, and one that repeats payloads in its field 1."""
     file = descriptor_pb2.FileDescriptorProto(
         name="flexmarl/meg_store/written.proto",
         package=_PACKAGE,
@@ -179,10 +233,21 @@ def _request_class() -> type[Message]:
     request = _copied(file, pb.WriteGraphRequest.DESCRIPTOR)
     vertices = next(field for field in request.field if field.name == "vertices")
     vertices.type_name = f".{_PACKAGE}.{vertex.name}"
+    payloads = file.message_type.add(name="Payloads")
+    payloads.field.add(
+        name="payloads",
+        number=1,
+        label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
+        type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE,
+        type_name=f".{graph_pb2.VertexPayload.DESCRIPTOR.full_name}",
+    )
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(file.SerializeToString())
-    found = pool.FindMessageTypeByName(f"{_PACKAGE}.{request.name}")
-    return message_factory.GetMessageClass(found)
+    first, second = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}"))
+        for message in (request, payloads)
+    )
+    return first, second
 
 
 def _copied(
@@ -193,5 +258,5 @@ def _copied(
     return copy
 
 
-WRITTEN_GRAPH: Final = _request_class()
-"""Reads requests of WriteGraph as `WrittenGraph`."""
+WRITTEN_GRAPH, _PAYLOADS = _classes()
+"""Read requests of WriteGraph as `WrittenGraph`, and many payloads at once."""

@@ -121,7 +121,7 @@ class RowCheck:
             written = graph_pb2.VertexMeta.FromString(value)
             for name in _LATER:
                 written.ClearField(name)  # type: ignore[arg-type] # names of its fields
-            vertex_checks.check_meta(written)
+            vertex_checks.check_meta(written, {})
             self._check_payload(key, meta, where)
         except (DecodeError, DomainError, ValueError) as error:
             self._report.add("row", where, _text(error))
