@@ -7,6 +7,7 @@ import os
 import sys
 from functools import partial
 
+from flexmarl.meg_store.allocator import keep_freed_memory
 from flexmarl.meg_store.config import MegStoreConfig
 from flexmarl.meg_store.metrics import METRICS, readings
 from flexmarl.meg_store.rocks_backend import RocksBackend
@@ -34,6 +35,7 @@ async def serve(config: MegStoreConfig) -> None:
     require_folder(config.store.data_dir, key="store.data_dir")
     require_folder(config.store.memory_dir, key="store.shm_dir", mode=0o700)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    keep_freed_memory()
     servicer = Servicer()
     server = GrpcServer(
         config.server,

@@ -29,7 +29,6 @@ _ENDED = frozenset(
     )
 )
 
-
 Alike: TypeAlias = dict[tuple[Any, ...], graph_pb2.VertexMeta]
 """Rows that were checked, one of each kind: by what many rows of a call repeat."""
 
@@ -47,17 +46,22 @@ _repeated: Final = attrgetter(
     "micro_batch_id",
     "merged_into",
 )
-_own: Final = attrgetter("vertex_id", "sample_id", "path", "num_response_tokens", "version_runs")
+_own: Final = attrgetter(
+    "vertex_id", "path", "num_response_tokens", "version_runs", "upstream_vertex_ids"
+)
 _data: Final = attrgetter("response_tokens", "logprobs", "columns")
 
 
-def check_meta(meta: graph_pb2.VertexMeta, alike: Alike) -> None:
+def check_meta(meta: graph_pb2.VertexMeta, alike: Alike) -> tuple[str, Sequence[str]]:
     """Checks the meta columns of a vertex that is about to be written.
 
     Args:
         meta: Meta columns.
         alike: What rows checked before it had in common with it is not looked at again; it is
             added.
+
+    Returns:
+        What it had to read: the vertex's id, and those of its upstream vertices.
 
     Raises:
         DomainError: INVALID_ARGUMENT.
@@ -67,8 +71,8 @@ def check_meta(meta: graph_pb2.VertexMeta, alike: Alike) -> None:
     if repeated not in alike:
         _check_repeated(meta)
         alike[repeated] = meta
-    vertex_id, sample_id, path, num_response_tokens, runs = _own(meta)
-    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=sample_id, path=path)
+    vertex_id, path, num_response_tokens, runs, upstream = _own(meta)
+    graph_rules.check_vertex_id(vertex_id=vertex_id, sample_id=repeated[0], path=path)
     if meta.HasField("reward") or meta.HasField("advantage"):
         raise _too_early(vertex_id)
     if runs:
@@ -76,10 +80,11 @@ def check_meta(meta: graph_pb2.VertexMeta, alike: Alike) -> None:
         num_tokens = runs[0].num_tokens if len(runs) == 1 else sum(run.num_tokens for run in runs)
         if num_tokens != num_response_tokens:
             raise ValueError(f"vertex {vertex_id!r}: version_runs do not add up to its tokens")
+    return vertex_id, upstream
 
 
 def _check_repeated(meta: graph_pb2.VertexMeta) -> None:
-    """Checks what `_repeated` reads."""
+    """Checks what many rows repeat."""
     vertex_id = meta.vertex_id
     graph_rules.check_sample_ids(
         sample_id=meta.sample_id,

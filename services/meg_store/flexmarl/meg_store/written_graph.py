@@ -33,7 +33,6 @@ _ROW: Final = 2 << 10
 
 _PAYLOAD_TAG: Final = b"\x0a"
 _parts: Final = attrgetter("meta", "payload")
-_written: Final = attrgetter("vertex_id", "agent", "upstream_vertex_ids")
 _payloads: Final = attrgetter("payloads")
 
 
@@ -173,14 +172,14 @@ class CheckedVertices:
     def _check(
         self, meta: graph_pb2.VertexMeta, payload: bytes | None, data: graph_pb2.VertexPayload
     ) -> None:
-        checks.check_meta(meta, self.alike)
+        vertex_id, upstream = checks.check_meta(meta, self.alike)
         has_data = payload is not None
         objects = checks.check_payload(meta, data if has_data else None, self.declared)
-        vertex_id, agent, upstream = _written(meta)
         columns = encode_meta(meta)
         checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
         if payload:
             checks.check_size(vertex_id, len(payload), checks.MAX_PAYLOAD_BYTES)
+        agent = meta.agent
         table = self._tables.get(agent)
         if table is None:
             table = self._tables[agent] = keys.prefix(self._run_id, agent)
@@ -202,9 +201,12 @@ def _decoded(payloads: Iterable[bytes | None]) -> Sequence[graph_pb2.VertexPaylo
         data = payload or b""
         parts += (_PAYLOAD_TAG, wire.varint(len(data)), data)
     try:
-        return _payloads(_PAYLOADS.FromString(b"".join(parts)))
+        decoded: Sequence[graph_pb2.VertexPayload] = _payloads(
+            _PAYLOADS.FromString(b"".join(parts))
+        )
     except DecodeError:
         raise malformed() from None
+    return decoded
 
 
 def malformed() -> DomainError:
