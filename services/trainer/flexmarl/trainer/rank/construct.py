@@ -55,11 +55,13 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
         DomainError: MODEL_INVALID.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = load_config(model_path)
     register()
     try:
-        with _parameters_on_meta():
+        # Drawing what has no memory would be half of the time.
+        with _parameters_on_meta(), no_init_weights():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
             )
