@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 import weakref
 
 import pytest
@@ -11,8 +13,10 @@ from rollout.worker_harness import SAMPLE, run_config, spec, tokens_of, write_mo
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerSample
 from flexmarl.rollout.prompting import build_agents
 from flexmarl.rollout.worker.caller import AgentCaller
+from flexmarl.rollout.worker.calls import CallForm, CallForms
 from flexmarl.rollout.worker.exchange import Exchange
 from flexmarl.rollout.worker.outbox import Outbox
+from flexmarl.rollout.workflow import Simulated
 
 
 class Prompt(list):
@@ -39,7 +43,7 @@ async def test_who_waits_for_an_answer_holds_no_prompt_but_one_that_goes_on(tmp_
     agents["echo"].model.encode = encode
     outbox = Outbox(nobody)
     exchange = Exchange(WorkerSample(spec=spec()), outbox=outbox, on_diverged=lambda: None)
-    caller = AgentCaller(agents, exchange=exchange)
+    caller = AgentCaller(agents, forms=CallForms(), exchange=exchange)
     call = caller.call(
         "echo", path="0:0", after=None, messages=None, tools=None, simulated=None,
         args={"text": "abc"},
@@ -52,3 +56,20 @@ async def test_who_waits_for_an_answer_holds_no_prompt_but_one_that_goes_on(tmp_
     answer = CallAnswer(vertex_id=f"{SAMPLE}/0:0", tokens=tokens_of("ok"), finish_reason="stop")
     exchange.answer(answer)
     assert (await waiting).text == "ok"
+
+
+def test_the_hash_of_a_call_is_that_of_its_parts_each_with_its_length(tmp_path):
+    model = write_model(tmp_path / "model")
+    echo = {"policy": "p", "prompt": "{text}>", "max_tokens": 4}
+    config = run_config(model, tmp_path, agents={"echo": echo})
+    agent = build_agents(config, {"p": str(model)})["echo"]
+    told = Simulated(output_tokens=3)
+    draws = (4, agent.temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
+    parts = [b"echo", repr(draws).encode(), struct.pack("<2I", 7, 300)]
+    for simulated, more in ((None, []), (told, [repr(told).encode()])):
+        whole = [*parts, *more]
+        text = b"agent" + b"".join(struct.pack("<I", len(part)) + part for part in whole)
+        form = CallForm(agent, greedy=False)
+        for _ in range(2):  # what is begun once serves many calls
+            assert form.input_hash([7, 300], simulated) == hashlib.sha256(text).digest()
+    assert CallForms().of(agent, greedy=True).input_hash([7], None) != form.input_hash([7], None)

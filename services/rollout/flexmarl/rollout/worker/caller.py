@@ -8,10 +8,11 @@ from typing import Any
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
-from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer
+from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.seeds import vertex_seed
 from flexmarl.rollout.prompting import Agent
-from flexmarl.rollout.worker.calls import agent_input_hash, sampling_params, upstream_ids
+from flexmarl.rollout.worker.calls import CallForms, upstream_ids
 from flexmarl.rollout.worker.chains import Chains
 from flexmarl.rollout.worker.exchange import Exchange
 from flexmarl.rollout.worker.leaving import Leaving
@@ -37,12 +38,16 @@ class AgentCaller:
 
     Args:
         agents: Agents of the run.
+        forms: What their calls have in common; of all samples of the worker.
         exchange: The sample's link to its dispatcher.
     """
 
-    def __init__(self, agents: Mapping[str, Agent], *, exchange: Exchange) -> None:
+    def __init__(
+        self, agents: Mapping[str, Agent], *, forms: CallForms, exchange: Exchange
+    ) -> None:
         self.finished: list[Output] = []
         self._agents = agents
+        self._forms = forms
         self._exchange = exchange
         self._leaving = Leaving({name: agent.config.policy for name, agent in agents.items()})
         self._chains = Chains()
@@ -96,9 +101,10 @@ class AgentCaller:
         chained = prompt if agent.config.merge_turns else None
         try:
             self._exchange.check_open("a call was awaited")
-            asking = self._ask(request, prompt)
+            answer = self._ask(request, prompt)
             del prompt  # it is on its way, and thousands of samples may wait for their answers
-            answer = await asking
+            if answer is None:
+                answer = await self._exchange.answer_to(self._exchange.vertex_id(request.path))
             if answer.HasField("failure"):
                 raise call_failed(answer.failure)
             output = self._output(request, answer)
@@ -109,36 +115,31 @@ class AgentCaller:
             self._chains.add(output, chained)
         return output
 
-    def _ask(self, request: _Request, prompt: list[int]) -> Coroutine[Any, Any, CallAnswer]:
-        """Has a call made, unless its answer is stored; the result waits for the answer."""
+    def _ask(self, request: _Request, prompt: list[int]) -> CallAnswer | None:
+        """Has a call made, unless its answer is stored; then it is returned."""
         agent, path = request.agent, request.path
         spec = self._exchange.spec
-        input_hash = agent_input_hash(agent, prompt, request.simulated, greedy=spec.greedy)
+        form = self._forms.of(agent, greedy=spec.greedy)
+        simulated = request.simulated
+        input_hash = form.input_hash(prompt, simulated)
         stored = self._exchange.replay.take(path, input_hash)
         if stored is not None:
-            return _at_once(_answer_of(stored))
-        sampling = sampling_params(
-            agent,
-            root_seed=spec.seed,
-            path=path,
-            simulated=request.simulated,
-            greedy=spec.greedy,
-        )
-        extends = self._chains.extended_by(agent.name, prompt) if agent.config.merge_turns else ""
-        return self._exchange.ask(
-            AgentCall(
-                vertex_id=self._exchange.vertex_id(path),
-                sample_id=spec.sample_id,
-                path=path,
-                agent=agent.name,
-                policy=agent.config.policy,
-                input_hash=input_hash,
-                upstream_vertex_ids=request.upstream,
-                prompt_tokens=prompt,
-                sampling=sampling,
-                extends_vertex_id=extends,
-            )
-        )
+            return _answer_of(stored)
+        call = self._exchange.new_call(path)
+        call.agent = agent.name
+        call.policy = agent.config.policy
+        call.input_hash = input_hash
+        call.upstream_vertex_ids.extend(request.upstream)
+        call.prompt_tokens.extend(prompt)
+        sampling = call.sampling
+        sampling.CopyFrom(form.sampling)
+        sampling.seed = vertex_seed(spec.seed, path=path)
+        if simulated is not None:
+            sampling.simulated.output_tokens = simulated.output_tokens
+            sampling.simulated.tool_ms = round(simulated.tool_s * 1e3)
+        if agent.config.merge_turns:
+            call.extends_vertex_id = self._chains.extended_by(agent.name, prompt)
+        return None
 
     def _output(self, request: _Request, answer: CallAnswer) -> Output:
         agent, tokens = request.agent, tuple(answer.tokens)
@@ -176,10 +177,6 @@ class AgentCaller:
 def call_failed(failure: Failure) -> CallError:
     """What a workflow is told of a call that failed."""
     return CallError(failure.reason, failure.message, failure.metadata)
-
-
-async def _at_once(answer: CallAnswer) -> CallAnswer:
-    return answer
 
 
 def _answer_of(stored: Vertex) -> CallAnswer:

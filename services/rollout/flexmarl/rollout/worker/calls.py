@@ -12,11 +12,12 @@ from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex, VertexMeta, VertexPayload
 from flexmarl.api.rollout.v1.engine_pb2 import SamplingParams
 from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
-from flexmarl.core.seeds import vertex_seed
 from flexmarl.rollout.prompting import Agent
 from flexmarl.rollout.workflow import Output, Simulated
 
 _MAX_DEPTH: Final = 8
+_HOLDERS: Final = (dict, list, tuple)
+_LOOKED_INTO: Final = (Output, *_HOLDERS)
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -24,12 +25,9 @@ def outputs_in(value: Any, *, depth: int = 0) -> Iterable[Output]:  # noqa: ANN4
     """Outputs among a value's parts, in order; those become edges."""
     if isinstance(value, Output):
         yield value
-    elif depth < _MAX_DEPTH:
-        if isinstance(value, dict):
-            for item in value.values():
-                yield from outputs_in(item, depth=depth + 1)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
+    elif depth < _MAX_DEPTH and isinstance(value, _HOLDERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, _LOOKED_INTO):  # most are text, which no generator is made for
                 yield from outputs_in(item, depth=depth + 1)
 
 
@@ -49,71 +47,87 @@ def upstream_ids(
     for item in explicit:
         if not isinstance(item, Output):
             raise TypeError(f"after= takes outputs of calls, not {type(item).__name__}")
-    ids = dict.fromkeys(o.vertex_id for o in (*explicit, *outputs_in(inputs)))
+    ids = dict.fromkeys([o.vertex_id for o in (*explicit, *outputs_in(inputs))])
+    own = f"{sample_id}/"
     for vertex_id in ids:
-        if not vertex_id.startswith(f"{sample_id}/"):
+        if not vertex_id.startswith(own):
             raise ValueError(
                 f"output {vertex_id} belongs to another sample: keep outputs in local variables"
             )
     return list(ids)
 
 
-def agent_input_hash(
-    agent: Agent, prompt: list[int], simulated: Simulated | None, *, greedy: bool = False
-) -> bytes:
-    """Hash of agent, prompt and sampling; not of the seed, which follows from the path."""
-    temperature = 0.0 if greedy else agent.temperature
-    name = agent.name.encode()
-    sampling = repr(
-        (agent.config.max_tokens, temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
-    ).encode()
-    digest = hashlib.sha256(b"agent")
-    parts = [name, sampling, struct.pack(f"<{len(prompt)}I", *prompt)]
-    # Only what is set: calls that set none of these keep the hash that older rows have.
-    rules = (agent.min_p, agent.config.stop, agent.config.structured, simulated)
-    parts += [repr(rule).encode() for rule in rules if rule]
-    for part in parts:
-        digest.update(_LENGTH.pack(len(part)))
-        digest.update(part)
-    return digest.digest()
+class CallForm:
+    """What the calls of one agent have in common, made once: calls are many.
+
+    Attributes:
+        sampling: How their tokens are drawn, but for the seed and what a simulated engine is told.
+    """
+
+    __slots__ = ("_begun", "_rules", "sampling")
+
+    def __init__(self, agent: Agent, *, greedy: bool) -> None:
+        config = agent.config
+        temperature = 0.0 if greedy else agent.temperature
+        draws = (config.max_tokens, temperature, agent.top_p, agent.top_k, agent.stop_token_ids)
+        self._begun = hashlib.sha256(b"agent")
+        _add_part(self._begun, agent.name.encode())
+        _add_part(self._begun, repr(draws).encode())
+        # Only what is set: calls that set none of these keep the hash that older rows have.
+        self._rules = [
+            repr(rule).encode() for rule in (agent.min_p, config.stop, config.structured) if rule
+        ]
+        self.sampling = SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=temperature,
+            top_p=agent.top_p,
+            top_k=agent.top_k,
+            min_p=agent.min_p,
+            stop_token_ids=agent.stop_token_ids,
+            stop=config.stop,
+        )
+        if (structured := config.structured) is not None:
+            form = self.sampling.structured
+            form.json_schema = structured.json_schema or ""
+            form.regex = structured.regex or ""
+            form.choices.extend(structured.choices)
+
+    def input_hash(self, prompt: list[int], simulated: Simulated | None) -> bytes:
+        """Hash of agent, prompt and sampling; not of the seed, which follows from the path."""
+        digest = self._begun.copy()
+        _add_part(digest, struct.pack(f"<{len(prompt)}I", *prompt))
+        for rule in self._rules:
+            _add_part(digest, rule)
+        if simulated:
+            _add_part(digest, repr(simulated).encode())
+        return digest.digest()
+
+
+class CallForms:
+    """The forms of a worker's agents."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, bool], CallForm] = {}
+
+    def of(self, agent: Agent, *, greedy: bool) -> CallForm:
+        """The form of an agent's calls, in samples that are drawn greedily or not."""
+        key = (agent.name, greedy)
+        form = self._made.get(key)
+        if form is None:
+            form = self._made[key] = CallForm(agent, greedy=greedy)
+        return form
 
 
 def tool_input_hash(name: str, arguments: bytes) -> bytes:
     """Hash of tool and arguments."""
     digest = hashlib.sha256(b"tool")
-    for part in (name.encode(), arguments):
-        digest.update(_LENGTH.pack(len(part)))
-        digest.update(part)
+    _add_part(digest, name.encode())
+    _add_part(digest, arguments)
     return digest.digest()
 
 
-def sampling_params(
-    agent: Agent,
-    *,
-    root_seed: int,
-    path: str,
-    simulated: Simulated | None,
-    greedy: bool = False,
-) -> SamplingParams:
-    """How the tokens of a call are drawn."""
-    params = SamplingParams(
-        max_tokens=agent.config.max_tokens,
-        temperature=0.0 if greedy else agent.temperature,
-        top_p=agent.top_p,
-        top_k=agent.top_k,
-        min_p=agent.min_p,
-        stop_token_ids=agent.stop_token_ids,
-        stop=agent.config.stop,
-        seed=vertex_seed(root_seed, path=path),
-    )
-    if (structured := agent.config.structured) is not None:
-        params.structured.json_schema = structured.json_schema or ""
-        params.structured.regex = structured.regex or ""
-        params.structured.choices.extend(structured.choices)
-    if simulated is not None:
-        params.simulated.output_tokens = simulated.output_tokens
-        params.simulated.tool_ms = round(simulated.tool_s * 1e3)
-    return params
+def _add_part(digest: hashlib._Hash, part: bytes) -> None:
+    digest.update(_LENGTH.pack(len(part)) + part)
 
 
 def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
@@ -36,6 +35,7 @@ class Exchange:
         self.replay = Replay(sample.stored, on_diverged=on_diverged)
         self.failure: Failure | None = None
         self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
         self._pending: dict[str, asyncio.Future[CallAnswer]] = {}
         self._calls: set[str] = set()
         self._closed = False
@@ -61,25 +61,29 @@ class Exchange:
         if future is not None and not future.done():
             future.set_result(answer)
 
-    def ask(self, call: AgentCall) -> Coroutine[Any, Any, CallAnswer]:
-        """Sends a call, now; the result waits for its answer.
-
-        It comes at latest at the agent's timeout_s. Prompts are long, so who waits holds none.
-        """
-        vertex_id = call.vertex_id
-        self._outbox.event().calls.append(call)
+    def new_call(self, path: str) -> AgentCall:
+        """A call among what is sent next: to be filled at once, then `answer_to` awaited."""
+        vertex_id = self.vertex_id(path)
+        call = self._outbox.event().calls.add()
+        call.vertex_id = vertex_id
+        call.sample_id = self.spec.sample_id
+        call.path = path
         self._calls.add(vertex_id)
-        return self._asked(vertex_id)
+        return call
 
-    async def _asked(self, vertex_id: str) -> CallAnswer:
+    async def answer_to(self, vertex_id: str) -> CallAnswer:
+        """Waits for the answer of a call, which comes at latest at the agent's timeout_s."""
+        future: asyncio.Future[CallAnswer] = self._loop.create_future()
+        self._pending[vertex_id] = future
         try:
-            return await self._answered(vertex_id)
+            return await future
         except asyncio.CancelledError:
             if vertex_id in self._calls and not self._closed:
                 self._outbox.event().cancelled_vertex_ids.append(vertex_id)
             raise
         finally:
             self._calls.discard(vertex_id)
+            self._pending.pop(vertex_id, None)
 
     async def store(self, vertex: Vertex) -> CallAnswer | None:
         """Has a tool's row stored; waits until it is durable, as long as the store needs.
@@ -89,7 +93,7 @@ class Exchange:
         """
         self.check_open("a tool was called")
         self._outbox.event().tools.append(vertex)
-        answer = await self._answered(vertex.meta.vertex_id)
+        answer = await self.answer_to(vertex.meta.vertex_id)
         return answer if answer.stored_before else None
 
     def record(self, vertex: Vertex) -> None:
@@ -107,12 +111,3 @@ class Exchange:
         if self._calls:
             self._outbox.event().cancelled_vertex_ids.extend(sorted(self._calls))
         self._pending.clear()
-
-    async def _answered(self, vertex_id: str) -> CallAnswer:
-        future: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
-        self._pending[vertex_id] = future
-        try:
-            return await future
-        finally:
-            if self._pending.get(vertex_id) is future:
-                del self._pending[vertex_id]

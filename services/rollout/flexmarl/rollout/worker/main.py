@@ -7,6 +7,7 @@ and runs many samples at once on one event loop, with a task factory that gives 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,6 +32,7 @@ from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.runtime.child_link import AsyncChildLink
 from flexmarl.runtime.config import LogConfig
 from flexmarl.runtime.logging import configure_logging
+from flexmarl.runtime.main import GC_THRESHOLDS
 
 ItemT = TypeVar("ItemT")
 
@@ -47,6 +49,7 @@ def run(args: dict[str, Any]) -> int:
     """
     configure_logging(LogConfig.model_validate(args["log"]), service="rollout-worker")
     confine(args["limits"])
+    gc.set_threshold(*GC_THRESHOLDS)
     uvloop.run(_serve(Path(args["report"])))
     return 0
 

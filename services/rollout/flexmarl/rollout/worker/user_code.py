@@ -13,6 +13,7 @@ from typing import Any
 
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.prompting import Agent, build_agents
+from flexmarl.rollout.worker.calls import CallForms
 from flexmarl.rollout.worker.failures import user_place
 from flexmarl.runtime.run_config import RunConfig
 
@@ -45,6 +46,7 @@ class UserCode:
         reward: The reward function.
         tools: Tools by name.
         agents: Agents by name.
+        forms: What their calls have in common.
     """
 
     config: RunConfig
@@ -53,6 +55,7 @@ class UserCode:
     reward: Callable[..., Any]
     tools: Mapping[str, Callable[..., Any]]
     agents: Mapping[str, Agent]
+    forms: CallForms
 
 
 def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, str]) -> UserCode:
@@ -78,6 +81,7 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
             for name, entry in section.tools.items()
         },
         agents=build_agents(config, model_paths),
+        forms=CallForms(),
     )
 
 
