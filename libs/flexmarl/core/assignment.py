@@ -70,6 +70,18 @@ class Assignment:
 
     # Vertices.
 
+    def place(self, vertex: Vertex, now: float, effects: list[Effect]) -> None:
+        """Sends a vertex that has just become ready, or lets it wait behind those before it."""
+        lane = vertex.lane
+        if self._queues.is_empty(lane):
+            instance = self.pool.least_loaded(lane, avoid=None)
+            if instance is not None:  # it overtakes nobody
+                vertex.load = self._expected_tokens(vertex)
+                instance, cached, reason = self._choose(vertex, instance)
+                effects.append(self._send(vertex, instance, cached, reason, now))
+                return
+        self.enqueue(vertex)
+
     def enqueue(self, vertex: Vertex) -> None:
         """Lets a vertex wait for an instance."""
         vertex.load = self._expected_tokens(vertex)
@@ -130,6 +142,7 @@ class Assignment:
                 return
             instance, cached, reason = self._choose(vertex, instance)
             self._queues.take_out(vertex)
+            self._uncount_waiting(vertex)
             effects.append(self._send(vertex, instance, cached, reason, now))
 
     def _choose(self, vertex: Vertex, least: Instance) -> tuple[Instance, int, str]:
@@ -154,7 +167,6 @@ class Assignment:
         self, vertex: Vertex, instance: Instance, cached: int, reason: str, now: float
     ) -> Send:
         ready = vertex.ready
-        self._uncount_waiting(vertex)
         vertex.attempt += 1
         vertex.load = max(vertex.load - cached, 1)
         if ready.prefix_keys:
@@ -199,6 +211,7 @@ class Assignment:
             suspects.popleft()
             vertex.waiting = False
             vertex.alone = True
+            self._uncount_waiting(vertex)
             effects.append(self._send(vertex, instance, 0, "suspect_alone", now))
         del self._suspects[lane]
 

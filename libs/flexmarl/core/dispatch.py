@@ -164,8 +164,7 @@ class Dispatcher:
         held = self._held.take(event.vertex_id)
         if held and self._attach(vertex, held, now, effects):
             return
-        self._assignment.enqueue(vertex)
-        self._assignment.drain(vertex.lane, now, effects)
+        self._assignment.place(vertex, now, effects)
 
     # What was sent before a crash.
 

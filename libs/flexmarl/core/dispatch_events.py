@@ -1,9 +1,13 @@
-"""What the dispatcher is told (events) and what it wants done (effects): data, never callables."""
+"""What the dispatcher is told (events) and what it wants done (effects): data, never callables.
+
+What every vertex needs is a named tuple, made in a fifth of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,7 @@ class InstanceUse(Enum):
     """It is lost, and with it its attempts."""
 
 
-@dataclass(frozen=True, slots=True)
-class VertexReady:
+class VertexReady(NamedTuple):
     """A call whose inputs are there.
 
     Attributes:
@@ -113,8 +116,7 @@ class WeightsKnown:
     forget_below: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptSucceeded:
+class AttemptSucceeded(NamedTuple):
     """An attempt returned tokens.
 
     Attributes:
@@ -231,8 +233,7 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send an attempt to an instance, pinned to a version.
 
     Attributes:
@@ -279,8 +280,7 @@ class Release:
     instance_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(NamedTuple):
     """The attempt is the vertex' one success: store its result, then answer the call."""
 
     attempt_id: str

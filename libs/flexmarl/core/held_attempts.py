@@ -68,9 +68,9 @@ class HeldAttempts:
 
     def take(self, vertex_id: str) -> list[Held]:
         """The attempts of a vertex, best first: what has ended, then the newest."""
-        of_sample = self._held.get(_sample_of(vertex_id))
-        if of_sample is None:
+        if not self._held:  # nearly always
             return []
+        of_sample = self._held.get(_sample_of(vertex_id), {})
         found = [held for held in of_sample.values() if held.vertex_id == vertex_id]
         return self._taken(found)
 

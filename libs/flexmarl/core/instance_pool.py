@@ -73,18 +73,21 @@ class InstancePool:
 
     def offer(self, instance: Instance) -> None:
         """Makes a changed instance findable, where it may take one more request."""
-        self.touch(instance)
+        self._stamps = stamp = self._stamps + 1
+        instance.stamp = stamp
         if not instance.is_open:
             return
         for policy in instance.policies:
             lane = (policy, instance.version)
             if self._weights.get(lane) != instance.weights_hash:
                 continue
-            heap = self._free.setdefault(lane, [])
-            if len(heap) > 2 * len(self._instances) + _KEEP_STALE:
+            heap = self._free.get(lane)
+            if heap is None:
+                heap = self._free[lane] = []
+            elif len(heap) > 2 * len(self._instances) + _KEEP_STALE:
                 heap[:] = [entry for entry in heap if entry[3].stamp == entry[2]]
                 heapify(heap)
-            heappush(heap, (instance.load, self._rng.random(), instance.stamp, instance))
+            heappush(heap, (instance.load, self._rng.random(), stamp, instance))
 
     def least_loaded(self, lane: Lane, *, avoid: str | None) -> Instance | None:
         """The least loaded open instance, another one than `avoid` where there is one."""

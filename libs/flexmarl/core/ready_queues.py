@@ -48,6 +48,10 @@ class ReadyQueues:
         heappush(heap, (vertex.order, self._pushes, vertex))
         self._counts[lane] += 1
 
+    def is_empty(self, lane: Lane) -> bool:
+        """Whether nothing waits in a lane."""
+        return lane not in self._heaps
+
     def first(self, lane: Lane) -> Vertex | None:
         """The vertex that goes next."""
         heap = self._heaps.get(lane)
@@ -76,6 +80,6 @@ class ReadyQueues:
 
     def lanes_of(self, policy: str) -> list[Lane]:
         """Lanes of a policy with waiting vertices, oldest version first."""
-        if len(self._heaps) == 1:  # the usual case, and a hot one
+        if len(self._heaps) < 2:  # the usual case, and a hot one
             return [lane for lane in self._heaps if lane[0] == policy]
         return sorted(lane for lane in self._heaps if lane[0] == policy)

@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Final, Protocol, assert_never
+from typing import Final, NamedTuple, Protocol, assert_never
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.common.v1.common_pb2 import Failure
@@ -88,8 +87,7 @@ class CallListener(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A result, and the host that must keep it until it is stored."""
 
     result: GenerateResult
@@ -146,23 +144,24 @@ class CallDesk:
     def call(self, sample: SampleState, call: AgentCall) -> None:
         """A worker asks for a call to be made."""
         agent = self._config.agents[call.agent]
-        missing = [i for i in call.upstream_vertex_ids if i not in sample.done]
-        if missing:
-            # I1: nothing starts before what it needs is there.
-            message = f"agent {call.agent!r}: needs {missing[0]}, which has not finished"
-            failure = Failure(reason=ErrorReason.INVALID_ARGUMENT, message=message)
-            answer = CallAnswer(vertex_id=call.vertex_id, failure=failure)
-            self._listener.call_answered(sample, answer)
-            return
+        vertex_id, upstream_ids = call.vertex_id, tuple(call.upstream_vertex_ids)
+        for upstream_id in upstream_ids:
+            if upstream_id not in sample.done:
+                # I1: nothing starts before what it needs is there.
+                message = f"agent {call.agent!r}: needs {upstream_id}, which has not finished"
+                failure = Failure(reason=ErrorReason.INVALID_ARGUMENT, message=message)
+                answer = CallAnswer(vertex_id=vertex_id, failure=failure)
+                self._listener.call_answered(sample, answer)
+                return
         now = self._loop.time()
         state = CallState(sample, call, time.time_ns(), now + agent.timeout_s)
-        self._calls[call.vertex_id] = sample.calls[call.vertex_id] = state
-        spec = sample.spec
+        self._calls[vertex_id] = sample.calls[vertex_id] = state
+        spec, policy = sample.spec, call.policy
         self._post(
             VertexReady(
-                call.vertex_id,
+                vertex_id,
                 call.agent,
-                call.policy,
+                policy,
                 spec.version,
                 (spec.batch, spec.group_ordinal),
                 len(call.prompt_tokens),
@@ -171,8 +170,8 @@ class CallDesk:
                 agent.max_attempts,
                 agent.infra_attempts,
                 spec.sample_id,
-                tuple(call.upstream_vertex_ids),
-                prefix_keys(call.prompt_tokens) if call.policy in self._caching else (),
+                upstream_ids,
+                prefix_keys(call.prompt_tokens) if policy in self._caching else (),
                 # A stop text or a form looks at all of a response, not at the rest of one.
                 not (call.sampling.stop or call.sampling.HasField("structured")),
                 call.input_hash,
@@ -196,20 +195,26 @@ class CallDesk:
 
     def results(self, session: HostSession, results: list[GenerateResult]) -> None:
         """Attempts ended at a host; each may come again until it is acknowledged."""
+        now = self._loop.time()
+        heard: dict[str, None] = {}
         for result in results:
-            if result.attempt_id in self._writing:
+            attempt_id = result.attempt_id
+            if attempt_id in self._writing:
                 continue  # it came again after a reconnect; it is acknowledged once it is stored
-            vertex_id = result.attempt_id.rpartition("#")[0]
-            state = self._calls.get(vertex_id)
+            heard[result.instance_id] = None
+            state = self._calls.get(attempt_id.rpartition("#")[0])
             num_kept = 0 if state is None or state.kept is None else len(state.kept.tokens)
             taken = _Taken(result, session.host_id)
-            effects = self._post(event_of(result, num_kept=num_kept), taken=taken)
-            instance = self._instances.get(result.instance_id)
+            for effect in self._post(event_of(result, num_kept=num_kept), now, taken=taken):
+                if type(effect) in _NOT_YET:
+                    break
+            else:
+                session.outgoing.add().stored.append(attempt_id)
+        for instance_id in heard:
+            instance = self._instances.get(instance_id)
             if instance is not None:
-                instance.heard_at = now = self._loop.time()
-                instance.note_load(self._core.num_at(result.instance_id), now)
-            if not any(type(effect) in _NOT_YET for effect in effects):
-                session.outgoing.add().stored.append(result.attempt_id)
+                instance.heard_at = now
+                instance.note_load(self._core.num_at(instance_id), now)
 
     def held(self, hello: HostHello) -> None:
         """A host holds attempts of a dispatcher before this one."""
@@ -304,6 +309,8 @@ class CallDesk:
             match effect:
                 case Send():
                     self._send(effect, now)
+                case Accept():
+                    self._accept(effect, taken or self._held.pop(effect.attempt_id))
                 case Attach():
                     self._attach(effect, now)
                 case Hold():
@@ -311,8 +318,6 @@ class CallDesk:
                     self._held[effect.attempt_id] = taken
                 case Release():
                     self._release(effect)
-                case Accept():
-                    self._accept(effect, taken or self._held.pop(effect.attempt_id))
                 case Keep():
                     assert taken is not None, "only results are kept"
                     self._keep(effect, taken.result)
@@ -354,16 +359,15 @@ class CallDesk:
         if session is None:
             return  # its host has just gone: the loss of the instance brings the vertex back
         call = state.call
-        request = session.outgoing.add().requests.add(
-            attempt_id=effect.attempt_id,
-            instance_id=effect.instance_id,
-            policy=call.policy,
-            version=effect.version,
-            prompt_tokens=call.prompt_tokens,
-            sampling=call.sampling,
-            timeout_ms=max(int((state.deadline - now) * 1e3), 1),
-            input_hash=call.input_hash,
-        )
+        request = session.outgoing.add().requests.add()
+        request.attempt_id = effect.attempt_id
+        request.instance_id = effect.instance_id
+        request.policy = call.policy
+        request.version = effect.version
+        request.prompt_tokens.extend(call.prompt_tokens[:])
+        request.sampling.CopyFrom(call.sampling)
+        request.timeout_ms = max(int((state.deadline - now) * 1e3), 1)
+        request.input_hash = call.input_hash
         if state.kept is not None:
             request.prompt_tokens.extend(state.kept.tokens)
             request.sampling.max_tokens -= effect.num_kept
@@ -414,6 +418,8 @@ class CallDesk:
         policy = state.call.policy
         if state.kept is not None:
             result = state.kept.completed_by(result)
+        # Of two results the one that came first says so: in this order they are stored, too.
+        finished_unix_ns = time.time_ns()
         row = rows.done_vertex(
             sample.spec,
             state.call,
@@ -422,17 +428,16 @@ class CallDesk:
             trainable=policy in self._trained and not sample.spec.evaluation,
             ready_unix_ns=state.ready_unix_ns,
             dispatched_unix_ns=state.dispatched_unix_ns,
-            finished_unix_ns=time.time_ns(),
+            finished_unix_ns=finished_unix_ns,
         )
-        self.counters["vertices"] += 1
-        self.counters["tokens"] += len(result.tokens)
-        self.counters["prompt_tokens"] += len(state.call.prompt_tokens)
-        answer = CallAnswer(
-            vertex_id=effect.vertex_id,
-            tokens=result.tokens,
-            finish_reason=result.finish_reason,
-            finished_unix_ns=row.meta.finished_unix_ns,
-        )
+        counters = self.counters
+        counters["vertices"] += 1
+        counters["tokens"] += row.meta.num_response_tokens
+        counters["prompt_tokens"] += row.meta.num_prompt_tokens
+        answer = CallAnswer(vertex_id=effect.vertex_id)
+        answer.tokens.extend(result.tokens[:])
+        answer.finish_reason = result.finish_reason
+        answer.finished_unix_ns = finished_unix_ns
         sample.writing += 1
         self._writing[effect.attempt_id] = taken.host_id
         sample.count(policy, result.version)

@@ -30,19 +30,23 @@ def done_vertex(
     vertex = _begun(spec, call, attempt=attempt, trainable=trainable)
     meta = vertex.meta
     meta.status = common_pb2.VERTEX_STATUS_DONE
-    meta.extends_vertex_id = call.extends_vertex_id
+    if call.extends_vertex_id:
+        meta.extends_vertex_id = call.extends_vertex_id
     meta.policy_version = result.version
     meta.weights_hash = result.weights_hash
     meta.version_runs.extend(result.version_runs)
-    meta.num_response_tokens = len(result.tokens)
+    tokens = result.tokens[:]
+    meta.num_response_tokens = len(tokens)
     meta.finish_reason = result.finish_reason
     meta.instance_id = result.instance_id
     meta.ready_columns.extend(_ALL_COLUMNS)
     meta.ready_unix_ns = ready_unix_ns
     meta.dispatched_unix_ns = dispatched_unix_ns
     meta.finished_unix_ns = finished_unix_ns
-    vertex.payload.response_tokens.extend(result.tokens)
-    vertex.payload.logprobs.extend(result.logprobs)
+    # Slices: the library copies lists faster than its own fields.
+    payload = vertex.payload
+    payload.response_tokens.extend(tokens)
+    payload.logprobs.extend(result.logprobs[:])
     return vertex
 
 
@@ -88,10 +92,11 @@ def _begun(spec: SampleSpec, call: AgentCall, *, attempt: int, trainable: bool) 
     meta.kind = common_pb2.VERTEX_KIND_AGENT
     meta.input_hash = call.input_hash
     meta.upstream_vertex_ids.extend(call.upstream_vertex_ids)
-    meta.num_prompt_tokens = len(call.prompt_tokens)
+    prompt = call.prompt_tokens[:]
+    meta.num_prompt_tokens = len(prompt)
     meta.trainable = trainable
     payload = vertex.payload
-    payload.prompt_tokens.extend(call.prompt_tokens)
+    payload.prompt_tokens.extend(prompt)
     payload.temperature = call.sampling.temperature
     return vertex
 

@@ -168,12 +168,14 @@ class GraphWriter:
         samples = [sample for entry in batch for sample in entry.samples]
         vertices = [vertex for entry in batch for vertex in entry.vertices]
         response = await self._persist(samples, vertices)
-        next_sample = iter(response.sample_outcomes)
-        next_vertex = iter(response.vertex_outcomes)
+        # An entry's last row tells: of a sample and the vertices that end with it, the sample.
+        of_samples, of_vertices = response.sample_outcomes[:], response.vertex_outcomes[:]
+        sample = vertex = 0
         for entry in batch:
-            outcomes = [next(next_vertex) for _ in entry.vertices]
-            outcomes += [next(next_sample) for _ in entry.samples]
-            entry.on_stored(outcomes[-1])
+            sample += len(entry.samples)
+            vertex += len(entry.vertices)
+            outcome = of_samples[sample - 1] if entry.samples else of_vertices[vertex - 1]
+            entry.on_stored(outcome)
 
     async def _persist(self, samples: list[Sample], vertices: list[Vertex]) -> WriteGraphResponse:
         """Repeats a write until it is durable, or refused for good."""
