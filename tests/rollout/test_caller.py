@@ -73,3 +73,18 @@ def test_the_hash_of_a_call_is_that_of_its_parts_each_with_its_length(tmp_path):
         for _ in range(2):  # what is begun once serves many calls
             assert form.input_hash([7, 300], simulated) == hashlib.sha256(text).digest()
     assert CallForms().of(agent, greedy=True).input_hash([7], None) != form.input_hash([7], None)
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ({"output_tokens": -1}, ValueError),
+        ({"output_tokens": 2**32}, ValueError),
+        ({"output_tokens": 1.5}, TypeError),
+        ({"tool_s": -0.1}, ValueError),
+        ({"tool_s": float("nan")}, ValueError),
+    ],
+)
+def test_what_no_call_can_say_is_refused_before_a_call_is_begun(told, error):
+    with pytest.raises(error):
+        Simulated(**told)

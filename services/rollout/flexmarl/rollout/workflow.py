@@ -19,12 +19,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 __all__ = ["CallError", "Context", "FinishedSample", "Message", "Output", "Rewards", "Simulated"]
 
 T = TypeVar("T")
+_UINT32: Final = 2**32
 
 Message = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}; the content may be an `Output`."""
@@ -95,10 +97,19 @@ class Simulated:
     Attributes:
         output_tokens: Length of the response, cut at the agent's max_tokens; 0: max_tokens.
         tool_s: Emulated seconds that a tool holds the engine's slot before the first token.
+
+    Raises:
+        TypeError: The tokens are no whole number.
+        ValueError: One of them is negative, or more than a call can say (2^32 tokens or ms).
     """
 
     output_tokens: int = 0
     tool_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Checked here: a call is filled where it is sent, so nothing in it may be refused then.
+        if not 0 <= index(self.output_tokens) < _UINT32 or not 0 <= self.tool_s * 1e3 < _UINT32 - 1:
+            raise ValueError(f"{self}: neither may be negative, or beyond 2^32 tokens or ms")
 
 
 class Context(Protocol):
