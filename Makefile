@@ -48,6 +48,8 @@ help: ## This list
 
 setup: $(STAMP) ## Create .venv with everything in it (a few minutes, once)
 
+# What pip compiles of packages that it copies, it leaves out of those that it only points at. Where
+# Python may write no bytecode, each of many processes would compile them anew.
 $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 is needed: install it, or pass PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -56,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e ".[all,dev]" \
 	  | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c -100
+	@$(BIN)/python -m compileall -q protos/gen libs clients/python services
 	@touch $@
 
 vllm: $(VLLM_STAMP) ## Create .venv-vllm with vLLM for CPUs, for engine "vllm" (2.5 GB, once)

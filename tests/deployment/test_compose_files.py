@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -128,6 +129,43 @@ def test_prometheus_knows_every_service_of_every_overlay():
 def metrics_port(service: str) -> int:
     text = (ROOT / f"deploy/docker/etc/{service}.toml").read_text()
     return int(tomllib.loads(text)["server"]["metrics_port"])
+
+
+def test_grafana_finds_its_dashboard_and_the_dashboard_its_prometheus():
+    """What the container would read, as it is mounted: Grafana itself is not run here."""
+    grafana = services_of(BASE)["grafana"]
+    mounts = dict(reversed(m.removesuffix(":ro").split(":")) for m in grafana["volumes"])
+    provisioning = ROOT / mounts["/etc/grafana/provisioning"]
+    (provider,) = load(provisioning / "dashboards/flexmarl.yml")["providers"]
+    assert provider["type"] == "file"
+    (board,) = (ROOT / mounts[provider["options"]["path"]]).glob("*.json")
+    asked = {panel["datasource"]["uid"] for panel in panels(json.loads(board.read_text()))}
+    (source,) = load(provisioning / "datasources/prometheus.yml")["datasources"]
+    assert asked == {source["uid"]}
+    assert (source["type"], source["access"]) == ("prometheus", "proxy")
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert services_of(BASE)[host]["ports"][0].endswith(f":{port}")
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that draw something."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def test_gpus_are_given_to_one_service_each():
+    reserved = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in services_of(ROOT / "deploy/compose/gpu.yml").items()
+    }
+    assert set(reserved) == {"engine-host", "trainer"}
+    for devices in reserved.values():
+        (device,) = devices
+        assert device.keys() == {"driver", "device_ids", "capabilities"}
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    ids = [device["device_ids"][0] for (device,) in reserved.values()]
+    assert len(set(ids)) == len(ids)
+    for each in ids:
+        assert re.fullmatch(r"\$\{[A-Z]+_GPU:-\d\}", each)
 
 
 def test_an_image_is_built_for_one_service_and_pulled_for_none():

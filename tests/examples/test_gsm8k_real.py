@@ -17,6 +17,8 @@ from scripts.peak_memory import PeakMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_BOUND_BYTES = 16 << 30
+MAX_TOKENS = {"solver": 48, "verifier": 12, "refiner": 48}
+"""Half of what the example allows: sampling token after token is most of this test's time."""
 
 
 @pytest.mark.real
@@ -33,6 +35,7 @@ def test_one_step_on_real_models(tmp_path: Path) -> None:
         "--service-set=engine_host.engine_threads=2",
         "--service-set=trainer.threads_per_rank=2",
         "--set=versions=1",
+        *(f"--set=agents.{name}.max_tokens={number}" for name, number in MAX_TOKENS.items()),
         f'--set=dataset.path="{dataset()}"',
         *(f'--set=policies.{name}.model.path="{model}"' for name in POLICIES),
     ]
@@ -54,11 +57,14 @@ def test_one_step_on_real_models(tmp_path: Path) -> None:
     assert all(math.isfinite(v) for v in numbers.values() if isinstance(v, int | float))
     assert math.isfinite(numbers["team_reward"])
     base = load_file(model / "model.safetensors")
+    # Which samples a policy has, the processor's rounding decides: all may have earned the same.
+    learnt = [name for name in POLICIES if numbers[f"train/{name}/grad_norm"]]
+    assert learnt
     for name in POLICIES:
         assert numbers[f"rows_consumed/{name}"] + numbers[f"rows_void/{name}"] == 8
         trained = load_file(folder / "policies" / name / "model.safetensors")
         changed = [
             key for key, tensor in trained.items() if not tensor.equal(base[key].to(tensor.dtype))
         ]
-        assert changed, f"{name}: no weight changed"
+        assert bool(changed) == (name in learnt), f"{name}: weights changed: {bool(changed)}"
         assert all(tensor.isfinite().all() for tensor in trained.values())

@@ -68,6 +68,11 @@ AT_ONCE = {
     "store-orchestrator-and-engine-host": ("meg-store", "orchestrator", "engine-host"),
 }
 
+PAUSED = {
+    "store": ("meg-store",),
+    "engine-and-rank": ("engine", "trainer-rank"),
+}
+
 PAUSE_S = 20.0
 """Longer than a status stream stays silent before it is opened again."""
 
@@ -115,20 +120,22 @@ async def test_a_run_survives_deaths_at_once_of(victims: str, cluster: Cluster, 
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["engine", "meg-store", "trainer-rank"])
-async def test_a_run_survives_the_pause_of(victim: str, cluster: Cluster, tmp_path: Path):
+@pytest.mark.parametrize("victims", PAUSED)
+async def test_a_run_survives_the_pause_of(victims: str, cluster: Cluster, tmp_path: Path):
     async def misfortune() -> None:
-        pid = VICTIMS[victim](cluster)
-        os.kill(pid, signal.SIGSTOP)
+        pids = [VICTIMS[name](cluster) for name in PAUSED[victims]]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(PAUSE_S)
         finally:
-            # An instance that came to its policy may have brought the run to its end, and this
-            # engine, with its run, to its own.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            for pid in pids:
+                # An instance that came to its policy may have brought the run to its end, and this
+                # engine, with its run, to its own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
-    await survive(f"pause-{victim}", misfortune, cluster, tmp_path)
+    await survive(f"pause-{victims}", misfortune, cluster, tmp_path)
 
 
 @pytest.mark.timeout(300)

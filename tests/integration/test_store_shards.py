@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,18 @@ from flexmarl.client.run_store import RunStore
 SIZE = Size()
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """For the runs that need no settings of their own."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    cluster.up()
+    yield cluster
+    cluster.down()
+
+
 @pytest.mark.real
 @pytest.mark.timeout(300)
-async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
+async def test_a_run_over_two_stores_survives_the_death_of_one(cluster: Cluster, tmp_path: Path):
     copies: list[dict[str, str]] = []
 
     async def dies_and_comes_back(run: TwoStores) -> None:
@@ -37,7 +46,7 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             made = await store.create_snapshots("middle")
         copies.extend({"shard": copy.shard, "path": copy.path} for copy in made)
 
-    async with two_stores(tmp_path, dies_and_comes_back) as run:
+    async with two_stores(cluster, tmp_path, dies_and_comes_back) as run:
         home = run.cluster.address("meg_store")
         await assert_whole(home, run.run_id, SIZE)
         async with RunStore.connect(home) as store:
@@ -55,7 +64,8 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(tmp_path):
             ended = json.loads(await cli("store", "snapshot", "--run", run.run_id, *where))
             await assert_stores_agree(ended, tmp_path / "end")
             await cli("runs", "delete", run.run_id, "--data-dir", str(run.cluster.folder))
-            assert [len(c) for c in [await s.list_runs() for s in store.shards.values()]] == [0, 0]
+            left = {r.run_id for s in store.shards.values() for r in await s.list_runs()}
+            assert run.run_id not in left
 
 
 async def assert_stores_agree(copies: list[dict[str, str]], folder: Path) -> None:
@@ -77,7 +87,7 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
         said = await cli("store", "lost", "s1", "--data-dir", str(run.cluster.folder))
         assert said.startswith(f"{run.run_id}: goes on without store shard s1")
 
-    async with two_stores(tmp_path, is_given_up) as run:
+    async with own_cluster(tmp_path) as cluster, two_stores(cluster, tmp_path, is_given_up) as run:
         await _assert_nothing_twice(run.cluster.address("meg_store"), run.run_id)
 
 
@@ -88,13 +98,16 @@ async def test_a_store_that_stays_away_is_given_up_by_itself(tmp_path):
         run.other.kill()
 
     patience = {"orchestrator__shard_patience_s": 5}
-    async with two_stores(tmp_path, stays_away, **patience) as run:
+    async with (
+        own_cluster(tmp_path, **patience) as cluster,
+        two_stores(cluster, tmp_path, stays_away) as run,
+    ):
         await _assert_nothing_twice(run.cluster.address("meg_store"), run.run_id)
 
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-async def test_a_run_is_resumed_with_a_store_that_has_moved(tmp_path):
+async def test_a_run_is_resumed_with_a_store_that_has_moved(cluster: Cluster, tmp_path: Path):
     async def moves(run: TwoStores) -> None:
         await cli("stop", run.run_id, "--data-dir", str(run.cluster.folder))
         await eventually(lambda: run.client.poll() is not None, what="its stop", timeout_s=60)
@@ -104,7 +117,7 @@ async def test_a_run_is_resumed_with_a_store_that_has_moved(tmp_path):
         run.client = run.cluster.resume(run.run_id, run.out, "--set", moved, "--set", versions)
 
     # Far more versions than it gets to: it is stopped before.
-    async with two_stores(tmp_path, moves, size=Size(versions=400)) as run:
+    async with two_stores(cluster, tmp_path, moves, size=Size(versions=400)) as run:
         home = run.cluster.address("meg_store")
         await assert_whole(home, run.run_id, Size(versions=num_reports(run.out / run.run_id)))
         async with RunStore.connect(home) as store:
@@ -125,20 +138,28 @@ class TwoStores:
 
 
 @asynccontextmanager
+async def own_cluster(tmp_path: Path, **service_settings: object) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path / "cluster")
+    cluster.up(**service_settings)
+    try:
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@asynccontextmanager
 async def two_stores(
+    cluster: Cluster,
     tmp_path: Path,
     misfortune: Callable[[TwoStores], Awaitable[None]],
     *,
     size: Size = SIZE,
-    **service_settings: object,
 ) -> AsyncIterator[TwoStores]:
     """A run that something happens to after its second version, once it has ended well."""
-    cluster = Cluster(tmp_path / "cluster")
     (tmp_path / "s1").mkdir()
     other = StoreProcess(tmp_path / "s1", "store.shard=s1", "store.durability=process")
     run_id = f"two-stores-{uuid.uuid4().hex[:6]}"
     out = tmp_path / "out"
-    cluster.up(**service_settings)
     try:
         shards = f"store_shards={json.dumps([await other.start()])}"
         client = cluster.train(run_id, size, out, "--set", shards)
@@ -157,7 +178,6 @@ async def two_stores(
                 print(run.client.communicate()[0])
         yield run
     finally:
-        cluster.down()
         other.clean()
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from locks import TOKENS, Locks
+from locks import SECRET, TOKENS, Locks
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/config.toml"
 SERVICES = ("MEG_STORE", "ROLLOUT", "TRAINER", "ORCHESTRATOR")
@@ -74,14 +74,17 @@ def test_a_locked_cluster_trains_and_tells_nobody_its_secrets(locks, tmp_path):
             assert refused.stderr.count("\n") == 1
         # Stopped first: a store that runs removes files while they are looked for.
         assert flexmarl("down", "--data-dir", str(data), env=env).returncode == 0
-        assert secrets_in(data, out) == []
+        assert secrets_in(locks, data, out) == []
     finally:
         flexmarl("down", "--purge", "--data-dir", str(data), env=env)
 
 
-def secrets_in(*folders: Path) -> list[str]:
-    """Files below that hold a token: logs, databases, configurations, reports."""
-    known = [token.encode() for token in TOKENS.values()]
+def secrets_in(locks: Locks, *folders: Path) -> list[str]:
+    """Files below that hold a secret: logs, databases, configurations, reports."""
+    known = [secret.encode() for secret in (*TOKENS.values(), SECRET, locks.key_of("r1"))]
+    for pair in (locks.server, locks.client):
+        known.append(pair.key.read_bytes().splitlines()[1])  # what makes it this key
+    assert all(len(secret) > 12 for secret in known)
     return [
         str(file)
         for folder in folders

@@ -48,7 +48,7 @@ def test_it_answers_sensibly_with_the_plain_passes_logprobs(tmp_path, tokenizer,
         prompts[f"a{i}"] = tokenizer.encode(text, add_special_tokens=False)
     end = tokenizer.eos_token_id
     engine.submit(
-        request(name, prompt, max_tokens=40, temperature=0.0, stop=(end,))
+        request(name, prompt, max_tokens=24, temperature=0.0, stop=(end,))
         for name, prompt in prompts.items()
     )
     results = drain(engine)
