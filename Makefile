@@ -30,6 +30,8 @@ THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 RUNS ?= 100
 # test: most tests wait for processes, so two at a time keep two cores busy
 TEST_JOBS ?= 2
+# test-real: 0 is one after the other in one process; 2 takes less time and more memory
+REAL_JOBS ?= 0
 # bench
 NAME ?= all
 # containers: the plugin, or version 1; overlays by their names in deploy/compose
@@ -93,10 +95,10 @@ test: $(STAMP) ## The default tests: no GPU, no vLLM, no containers (at most 8 m
 	@$(BIN)/python -m pytest tests --ignore=tests/core -m "not real and not long and not gpu" \
 	  -n $(TEST_JOBS) --dist loadfile
 
-test-real: $(STAMP) $(VLLM_STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills
+test-real: $(STAMP) $(VLLM_STAMP) $(GSM8K_MODEL)/config.json ## Tests that need minutes, a real model or many kills [REAL_JOBS=0]
 	@FLEXMARL_GSM8K_MODEL="$(abspath $(GSM8K_MODEL))" FLEXMARL_GSM8K_DATA="$(abspath $(GSM8K_DATA))" \
 	  FLEXMARL_VLLM_PYTHON="$(abspath $(VLLM_VENV)/bin/python)" \
-	  $(BIN)/python -m pytest tests -m real --timeout 900
+	  $(BIN)/python -m pytest tests -m real --timeout 900 -n $(REAL_JOBS) --dist loadfile
 
 images: ## Build the containers' images [BASE=image PIP_ARGS=...]
 	@$(COMPOSE_RUN) build

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,18 +17,26 @@ from hypothesis import settings
 settings.register_profile("without deadline", settings.default, deadline=None)
 settings.load_profile("without deadline")
 
-_PROVED: Final = pytest.StashKey[list[str]]()
+_PROVED: Final = "proved"
 
 
 @pytest.fixture
-def proves(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def proves(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Notes a line of counts; they are printed at the end, as docs/proof keeps them."""
-    return request.config.stash.setdefault(_PROVED, []).append
+    return partial(record_property, _PROVED)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The noted lines, with the commit and the load that they were measured under."""
-    lines = terminalreporter.config.stash.get(_PROVED, [])
+    """The lines of tests that passed, with the commit and the load that they were measured under.
+
+    They come with the reports, also from other processes.
+    """
+    lines = [
+        value
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == _PROVED
+    ]
     if not lines:
         return
     commit = subprocess.run(
@@ -54,7 +63,12 @@ SHARED = {
 """Files of tests/trainer, without `test_`, that use one session's rank workers, or its cluster:
 starting those is most of what such a file costs."""
 
-LONG_FILES = ("integration/test_kills.py", "cli/test_train.py", "trainer/")
+LONG_FILES = (
+    "integration/test_kills.py",
+    "examples/test_gsm8k_real.py",
+    "cli/test_train.py",
+    "trainer/",
+)
 """Files that take a minute or so with few tests, and groups of such."""
 
 
