@@ -137,7 +137,8 @@ def doctor(
         typer.Option(
             "--meet",
             metavar="HOST:PORT",
-            help="Make a process group with another host, at the address of its rank 0.",
+            help="Make a process group with another host, at the address of its rank 0: over "
+            "gloo, or over NCCL where a trainer's configuration asks for GPUs.",
         ),
     ] = "",
     rank: Annotated[int, typer.Option(min=0, max=1, help="This host's rank in it.")] = 0,
