@@ -34,14 +34,19 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("bfloat16", 0.3)])
-def test_it_answers_sensibly_with_the_plain_passes_logprobs(tmp_path, tokenizer, dtype, tolerance):
+# Processors without bfloat16 instructions take several times as long for it.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "num_questions"), [("float32", 2e-4, 4), ("bfloat16", 0.3, 2)]
+)
+def test_it_answers_sensibly_with_the_plain_passes_logprobs(
+    tmp_path, tokenizer, dtype, tolerance, num_questions
+):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     engine = make_engine(Path(MODEL), dtype=dtype, max_context=512)
     loaded = engine.load(write_segment(tmp_path / "w", model, version=0))
     assert not loaded.HasField("failure"), loaded
     prompts = {}
-    for i, question in enumerate(QUESTIONS):
+    for i, question in enumerate(QUESTIONS[:num_questions]):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
