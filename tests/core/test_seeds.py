@@ -1,4 +1,10 @@
-from flexmarl.core.seeds import continued_seed, derive, evaluation_seed, sample_seed, vertex_seed
+from flexmarl.core.seeds import (
+    VertexSeeds,
+    continued_seed,
+    derive,
+    evaluation_seed,
+    sample_seed,
+)
 
 
 def test_seeds_depend_on_every_part_and_on_its_boundaries():
@@ -11,8 +17,9 @@ def test_seeds_are_stable_over_releases():
     # A changed value would break the replay of stored runs.
     assert derive(7, "sample", 1, 2, 3) == sample_seed(7, batch=1, group=2, sample=3)
     assert evaluation_seed(7, query=2, sample=3) == derive(7, "evaluation", 2, 3)
-    assert vertex_seed(5, path="0:0") == derive(5, "vertex", "0:0")
-    assert vertex_seed(5, path="0:0") != vertex_seed(5, path="0:1")
+    seeds = VertexSeeds(5)
+    for path in ("0:0", "0:1", "0.1:key"):
+        assert seeds.of(path) == derive(5, "vertex", path)
 
 
 def test_a_continued_seed_differs_with_what_was_kept_and_is_the_vertex_seed_without():

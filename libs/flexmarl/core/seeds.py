@@ -12,9 +12,7 @@ def derive(root: int, *names: str | int) -> int:
     """Returns a 63-bit seed for the thing named below `root`: blake2b of length-prefixed parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (root, *names):
-        data = str(part).encode()
-        digest.update(len(data).to_bytes(4, "little"))
-        digest.update(data)
+        digest.update(_part(part))
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -28,9 +26,23 @@ def evaluation_seed(run_seed: int, *, query: int, sample: int) -> int:
     return derive(run_seed, "evaluation", query, sample)
 
 
-def vertex_seed(sample_seed_: int, *, path: str) -> int:
-    """Returns the seed of a vertex."""
-    return derive(sample_seed_, "vertex", path)
+class VertexSeeds:
+    """The seeds of one sample's vertices; what they have in common is hashed once.
+
+    Args:
+        sample_seed_: Root seed of the sample.
+    """
+
+    __slots__ = ("_begun",)
+
+    def __init__(self, sample_seed_: int) -> None:
+        self._begun = hashlib.blake2b(_part(sample_seed_) + _part("vertex"), digest_size=8)
+
+    def of(self, path: str) -> int:
+        """The seed of the vertex of a path."""
+        digest = self._begun.copy()
+        digest.update(_part(path))
+        return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def continued_seed(vertex_seed_: int, *, num_kept: int) -> int:
@@ -40,3 +52,8 @@ def continued_seed(vertex_seed_: int, *, num_kept: int) -> int:
     draw the same numbers a second time. Without kept tokens it is the vertex' seed.
     """
     return derive(vertex_seed_, "continued", num_kept) if num_kept else vertex_seed_
+
+
+def _part(part: str | int) -> bytes:
+    data = str(part).encode()
+    return len(data).to_bytes(4, "little") + data

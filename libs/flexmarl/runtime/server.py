@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -217,6 +218,7 @@ class GrpcServer:
         if self._locks.any_set() or own_credentials.has_files():
             loop.add_signal_handler(signal.SIGHUP, self.read_again)
         self._handles_signals = True
+        gc.freeze()  # what start-up made stays: collections look at what calls leave behind
         self._announce()
         try:
             await self._stopping.wait()

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexmarl.api.rollout.v1.engine_pb2 import GenerateRequest, GenerateResult, HeldAttempt
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """An attempt in progress; `deadline` is monotonic seconds."""
 
     request: GenerateRequest
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An attempt that has ended, and what its request was."""
+class Ended(NamedTuple):
+    """An attempt that has ended, and what of its request a new dispatcher must know.
+
+    The request itself is let go: prompts are long, and results may wait.
+    """
 
     result: GenerateResult
-    held: HeldAttempt
+    instance_id: str
+    version: int
+    input_hash: bytes
 
 
 class AttemptBook:
@@ -93,8 +96,9 @@ class AttemptBook:
         request = running.request
         self._per_instance[request.instance_id] -= 1
         result.num_kept = request.num_kept
-        # The request itself is let go: prompts are long, and results may wait.
-        self._ended[result.attempt_id] = Ended(result, _held(request))
+        self._ended[result.attempt_id] = Ended(
+            result, request.instance_id, request.version, request.input_hash
+        )
         return True
 
     def acknowledge(self, attempt_ids: Iterable[str]) -> None:
@@ -108,14 +112,20 @@ class AttemptBook:
 
     def held(self) -> dict[str, HeldAttempt]:
         """All attempts in the book, by id."""
-        running = {name: _held(one.request) for name, one in self._running.items()}
-        return running | {name: ended.held for name, ended in self._ended.items()}
-
-
-def _held(request: GenerateRequest) -> HeldAttempt:
-    return HeldAttempt(
-        instance_id=request.instance_id,
-        version=request.version,
-        input_hash=request.input_hash,
-        num_kept=request.num_kept,
-    )
+        held: dict[str, HeldAttempt] = {}
+        for name, running in self._running.items():
+            asked = running.request
+            held[name] = HeldAttempt(
+                instance_id=asked.instance_id,
+                version=asked.version,
+                input_hash=asked.input_hash,
+                num_kept=asked.num_kept,
+            )
+        for name, ended in self._ended.items():
+            held[name] = HeldAttempt(
+                instance_id=ended.instance_id,
+                version=ended.version,
+                input_hash=ended.input_hash,
+                num_kept=ended.result.num_kept,
+            )
+        return held

@@ -17,7 +17,6 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineCommand,
     EngineEvent,
     EngineLoad,
-    GenerateBatch,
     GenerateRequest,
     Ping,
 )
@@ -122,5 +121,6 @@ class EngineProcess:
     def _flush_requests(self) -> None:
         requests, self._requests = self._requests, []
         for start in range(0, len(requests), _MAX_REQUESTS_PER_FRAME):
-            part = requests[start : start + _MAX_REQUESTS_PER_FRAME]
-            self._others.append(EngineCommand(generate=GenerateBatch(requests=part)))
+            command = EngineCommand()
+            command.generate.requests.extend(requests[start : start + _MAX_REQUESTS_PER_FRAME])
+            self._others.append(command)

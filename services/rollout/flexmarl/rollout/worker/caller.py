@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.core.seeds import vertex_seed
+from flexmarl.core.seeds import VertexSeeds
 from flexmarl.rollout.prompting import Agent
 from flexmarl.rollout.worker.calls import CallForms, upstream_ids
 from flexmarl.rollout.worker.chains import Chains
@@ -19,8 +18,7 @@ from flexmarl.rollout.worker.leaving import Leaving
 from flexmarl.rollout.workflow import CallError, Message, Output, Simulated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Request(NamedTuple):
     """A call that is ready to be made."""
 
     agent: Agent
@@ -48,6 +46,7 @@ class AgentCaller:
         self.finished: list[Output] = []
         self._agents = agents
         self._forms = forms
+        self._seeds = VertexSeeds(exchange.spec.seed)
         self._exchange = exchange
         self._leaving = Leaving({name: agent.config.policy for name, agent in agents.items()})
         self._chains = Chains()
@@ -133,7 +132,7 @@ class AgentCaller:
         call.prompt_tokens.extend(prompt)
         sampling = call.sampling
         sampling.CopyFrom(form.sampling)
-        sampling.seed = vertex_seed(spec.seed, path=path)
+        sampling.seed = self._seeds.of(path)
         if simulated is not None:
             sampling.simulated.output_tokens = simulated.output_tokens
             sampling.simulated.tool_ms = round(simulated.tool_s * 1e3)
