@@ -162,11 +162,15 @@ class BoundStates:
             self._files,
             group=resident.group,
             num_near=command.num_near or world_size,
-            block_of=lambda rank: block_of(
-                resident.parameters,
-                rank=rank,
-                world_size=world_size,
-                moments=resident.block.moments,
+            block_of=lambda rank: (
+                resident.block
+                if rank == command.rank
+                else block_of(
+                    resident.parameters,
+                    rank=rank,
+                    world_size=world_size,
+                    moments=resident.block.moments,
+                )
             ),
             device=self._device,
         )
