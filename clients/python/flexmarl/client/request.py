@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 
 
 def new_request_id() -> str:
     """A fresh request id. Make it where the call is decided, not where it is sent or repeated."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()

@@ -59,10 +59,11 @@ class _Entry:
 class GraphWriter:
     """Writes the rows of one run.
 
-    `run` waits for rows (freed by `vertex` or `sample`) and for a slot of those in flight (freed by
-    the store). What is queued is bounded by the samples in progress. While the store is away the
-    rows are held and written again; after `patience_s` `on_trouble` is told, and the writer goes on
-    trying until it is stopped.
+    `run` has as many lanes as there may be writes in flight. A lane waits for rows (freed by
+    `vertex` or `sample`), then for the store; what came meanwhile is written next. What is queued
+    is bounded by the samples in progress. While the store is away the rows are held and written
+    again; after `patience_s` `on_trouble` is told, and the writer goes on trying until it is
+    stopped.
 
     Args:
         store: The store.
@@ -88,10 +89,7 @@ class GraphWriter:
         self._patience_s = patience_s
         self._queue: deque[_Entry] = deque()
         self._filled = asyncio.Event()
-        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: dict[str, float] = {}
-        self.num_in_flight = 0
 
     def waiting_s(self, now: float) -> float:
         """How long the oldest write under way waits, by the loop's clock.
@@ -100,11 +98,6 @@ class GraphWriter:
         to see of it.
         """
         return now - min(self._under_way.values(), default=now)
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything is stored."""
-        return not self._queue and not self.num_in_flight
 
     def vertex(self, vertex: Vertex, on_stored: OnStored) -> None:
         """Queues one vertex."""
@@ -117,21 +110,30 @@ class GraphWriter:
 
     async def run(self) -> None:
         """Writes until cancelled."""
+        lanes = [
+            asyncio.create_task(self._write_on(), name=f"graph writes {lane}")
+            for lane in range(MAX_IN_FLIGHT)
+        ]
         try:
-            while True:
-                await self._filled.wait()
-                await self._slots.acquire()
-                batch = self._cut()
-                if not batch:
-                    self._slots.release()
-                    continue
-                self.num_in_flight += 1
-                task = asyncio.create_task(self._write(batch), name="graph write")
-                self._tasks.add(task)
-                task.add_done_callback(self._done)
+            await asyncio.gather(*lanes)
         finally:
-            for task in self._tasks:
-                task.cancel()
+            for lane in lanes:
+                lane.cancel()
+
+    async def _write_on(self) -> None:
+        """One write after the other: a task for each of them would cost as much as a row."""
+        while True:
+            await self._filled.wait()
+            batch = self._cut()
+            if not batch:
+                continue  # the other lane was faster
+            try:
+                await self._write(batch)
+            except Exception as error:  # noqa: BLE001 - told, and what comes next is tried
+                _log.exception("graph_write_failed")
+                message = f"rows could not be written: {error}"
+                failure = DomainError(ErrorReason.INTERNAL, message)
+                self._on_trouble(error if isinstance(error, DomainError) else failure)
 
     def _add(self, entry: _Entry) -> None:
         self._queue.append(entry)
@@ -153,16 +155,6 @@ class GraphWriter:
         if not self._queue:
             self._filled.clear()
         return batch
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self.num_in_flight -= 1
-        self._slots.release()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("graph_write_failed", exc_info=error)
-            message = f"rows could not be written: {error}"
-            failure = DomainError(ErrorReason.INTERNAL, message)
-            self._on_trouble(error if isinstance(error, DomainError) else failure)
 
     async def _write(self, batch: list[_Entry]) -> None:
         samples = [sample for entry in batch for sample in entry.samples]
