@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Final, cast
 
 from flexmarl.api.common.v1 import common_pb2
@@ -30,6 +31,8 @@ from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.vertex_listing import batch_stem
 
 _ListRequest = pb.ListSamplesRequest | pb.ListGroupsRequest | pb.ListMicroBatchesRequest
+
+_ref: Final = attrgetter("shard", "agent", "vertex_id")
 
 _ROWS_PER_SLICE: Final = 128
 """Read in one go: rows of 4 KB take some milliseconds."""
@@ -58,8 +61,7 @@ class Queries:
             if start:
                 await asyncio.sleep(0)  # others run between the slices of a large read
             refs = request.rows[start : start + _ROWS_PER_SLICE]
-            parts.append(wire.vertices_response(self._read(run_id, refs, full=full)))
-            size_bytes += len(parts[-1])
+            size_bytes += wire.add_vertices(parts, self._read(run_id, refs, full=full))
             if size_bytes > MAX_MESSAGE_BYTES:
                 raise DomainError(
                     ErrorReason.MESSAGE_TOO_LARGE,
@@ -72,10 +74,12 @@ class Queries:
         self, run_id: str, refs: Sequence[common_pb2.VertexRef], *, full: bool
     ) -> Iterable[wire.Row]:
         here = ("", self._shard)
+        names: list[bytes] = []
         for ref in refs:
-            if ref.shard not in here:
+            shard, agent, vertex_id = _ref(ref)
+            if shard not in here:
                 raise vertex_not_found(ref, self._shard)
-        names = [keys.row(run_id, ref.agent, ref.vertex_id) for ref in refs]
+            names.append(keys.row(run_id, agent, vertex_id))
         backend = self._database.backend
         metas = backend.get_many(Table.ROWS, names)
         if None in metas:

@@ -40,18 +40,32 @@ def vertex(meta: bytes, payload: bytes | None) -> bytes:
 def vertices_response(rows: Iterable[Row]) -> bytes:
     """`GetVerticesResponse`, or the rows of a `ListVerticesResponse`."""
     parts: list[bytes] = []
+    add_vertices(parts, rows)
+    return b"".join(parts)
+
+
+def add_vertices(parts: list[bytes], rows: Iterable[Row]) -> int:
+    """Add rows to the parts of such a response, to be joined once all are there.
+
+    Returns:
+        Their size in bytes.
+    """
+    size_bytes = 0
     for meta, payload in rows:  # one copy of each row: all parts are joined at the end
         size = varint(len(meta))
         length = 1 + len(size) + len(meta)
         if payload is None:
-            parts += (b"\x0a", varint(length), b"\x0a", size, meta)
+            head = varint(length)
+            parts += (b"\x0a", head, b"\x0a", size, meta)
         else:
             payload_size = varint(len(payload))
             length += 1 + len(payload_size) + len(payload)
+            head = varint(length)
             parts += (
-                b"\x0a", varint(length), b"\x0a", size, meta, b"\x12", payload_size, payload
+                b"\x0a", head, b"\x0a", size, meta, b"\x12", payload_size, payload
             )  # fmt: skip
-    return b"".join(parts)
+        size_bytes += 1 + len(head) + length
+    return size_bytes
 
 
 def claimable_response(rows: Iterable[bytes], *, more: bool) -> bytes:

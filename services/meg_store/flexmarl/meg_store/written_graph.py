@@ -115,7 +115,6 @@ class CheckedVertices:
         self._run_id = run_id
         self._vertices = iter(vertices)
         self._refused: Exception | None = None
-        self._tables: dict[str, bytes] = {}
         self.declared = declared
         self.ids: list[str] = []
         self.keys: list[bytes] = []
@@ -179,16 +178,12 @@ class CheckedVertices:
         checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
         if payload:
             checks.check_size(vertex_id, len(payload), checks.MAX_PAYLOAD_BYTES)
-        agent = meta.agent
-        table = self._tables.get(agent)
-        if table is None:
-            table = self._tables[agent] = keys.prefix(self._run_id, agent)
         if objects:
             self.objects[len(self.ids)] = objects
         if upstream:
             self.upstream[vertex_id] = list(upstream)
         self.ids.append(vertex_id)
-        self.keys.append(table + vertex_id.encode())
+        self.keys.append(keys.row(self._run_id, meta.agent, vertex_id))
         self.metas.append(meta)
         self.columns.append(columns)
         self.payloads.append(payload)
