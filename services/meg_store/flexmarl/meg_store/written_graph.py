@@ -164,29 +164,40 @@ class CheckedVertices:
             left -= _ROW + len(payload)
             if left <= 0:
                 break
-        for meta, payload, data in zip(metas, payloads, _decoded(payloads), strict=True):
-            self._check(meta, payload, data)
+        self._check(metas, payloads)
         return left <= 0
 
     def _check(
-        self, meta: graph_pb2.VertexMeta, payload: bytes | None, data: graph_pb2.VertexPayload
+        self, metas: Sequence[graph_pb2.VertexMeta], payloads: Sequence[bytes | None]
     ) -> None:
-        vertex_id, upstream = checks.check_meta(meta, self.alike)
-        has_data = payload is not None
-        objects = checks.check_payload(meta, data if has_data else None, self.declared)
-        columns = encode_meta(meta)
-        checks.check_size(vertex_id, len(columns), checks.MAX_META_BYTES)
-        if payload:
-            checks.check_size(vertex_id, len(payload), checks.MAX_PAYLOAD_BYTES)
-        if objects:
-            self.objects[len(self.ids)] = objects
-        if upstream:
-            self.upstream[vertex_id] = list(upstream)
-        self.ids.append(vertex_id)
-        self.keys.append(keys.row(self._run_id, meta.agent, vertex_id))
-        self.metas.append(meta)
-        self.columns.append(columns)
-        self.payloads.append(payload)
+        ids: list[str] = []
+        for meta, payload, data in zip(metas, payloads, _decoded(payloads), strict=True):
+            vertex_id, upstream = checks.check_meta(meta, self.alike)
+            has_data = payload is not None
+            objects = checks.check_payload(meta, data if has_data else None, self.declared)
+            if objects:
+                self.objects[len(self.ids) + len(ids)] = objects
+            if upstream:
+                self.upstream[vertex_id] = list(upstream)
+            ids.append(vertex_id)
+        columns = [encode_meta(meta) for meta in metas]  # with what their payloads make ready
+        _check_sizes(ids, columns, checks.MAX_META_BYTES)
+        _check_sizes(ids, [payload or b"" for payload in payloads], checks.MAX_PAYLOAD_BYTES)
+        run_id = self._run_id
+        self.keys += [
+            keys.row(run_id, meta.agent, vertex_id)
+            for meta, vertex_id in zip(metas, ids, strict=True)
+        ]
+        self.ids += ids
+        self.metas += metas
+        self.columns += columns
+        self.payloads += payloads
+
+
+def _check_sizes(ids: Sequence[str], values: Sequence[bytes], limit: int) -> None:
+    if max(map(len, values), default=0) > limit:
+        for vertex_id, value in zip(ids, values, strict=True):
+            checks.check_size(vertex_id, len(value), limit)
 
 
 def _decoded(payloads: Iterable[bytes | None]) -> Sequence[graph_pb2.VertexPayload]:
