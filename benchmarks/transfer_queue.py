@@ -164,4 +164,5 @@ def main(rows: int, row_bytes: int, in_flight: int, told: TextIO) -> None:
 
 if __name__ == "__main__":
     real, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
-    main(*(int(number) for number in sys.argv[1:]), told=real)
+    num_rows, num_bytes, num_calls = (int(number) for number in sys.argv[1:])
+    main(num_rows, num_bytes, num_calls, real)

@@ -193,6 +193,11 @@ class TestEdges:
     def test_no_new_upstream_needs_no_order(self):
         rules.check_edges({"s/0:1": ["s/0:0"], "s/0:2": []}, is_stored=lambda _: True)
 
+    def test_calls_without_edges_ask_nobody(self):
+        asked: list[str] = []
+        rules.check_edges({"s/0:1": [], "s/0:2": ()}, is_stored=asked.append)
+        assert not asked
+
     def test_upstream_may_come_after_its_downstream(self):
         rules.check_edges({"s/0:2": ["s/0:1"], "s/0:1": ()}, is_stored=lambda _: False)
 
