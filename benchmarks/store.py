@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks import store_scale, transfer_queue
+from benchmarks import store_scale, store_transfer_queue
 from benchmarks.report import Report
 from benchmarks.store_process import described, scratch, serving, start_module
 from flexmarl.api.common.v1 import common_pb2 as common
@@ -126,21 +126,23 @@ async def _single(report: Report, store: StoreClient, echo: str, folder: Path) -
 
 
 @contextmanager
-def _peer(report: Report) -> Iterator[transfer_queue.Peer | None]:
+def _peer(report: Report) -> Iterator[store_transfer_queue.Peer | None]:
     """TransferQueue, where it is installed."""
-    if not transfer_queue.is_installed():
+    if not store_transfer_queue.is_installed():
         report.note("store: TransferQueue is not installed (pip install transferqueue)")
         yield None
         return
     report.progress("store: starting TransferQueue")
-    with transfer_queue.peer(
+    with store_transfer_queue.peer(
         rows=ROWS_PER_CALL, row_bytes=ROW_BYTES, in_flight=IN_FLIGHT
     ) as theirs:
         theirs.put(1.0)  # it has warmed up when it counts
         yield theirs
 
 
-async def _bulk(report: Report, address: str, pid: int, theirs: transfer_queue.Peer | None) -> int:
+async def _bulk(
+    report: Report, address: str, pid: int, theirs: store_transfer_queue.Peer | None
+) -> int:
     """Inserts of 256 rows of 4 KB per call, four calls in flight; returns the number of calls."""
     report.progress("store: bulk writes")
     process = psutil.Process(pid)
@@ -196,7 +198,7 @@ def _beside_peer(report: Report, name: str, ours: float, theirs: float, *, bound
 
 
 async def _reads(
-    report: Report, store: StoreClient, theirs: transfer_queue.Peer | None, *, samples: range
+    report: Report, store: StoreClient, theirs: store_transfer_queue.Peer | None, *, samples: range
 ) -> None:
     """The same rows by reference, at random, whole."""
     report.progress("store: reads")

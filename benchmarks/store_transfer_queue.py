@@ -43,7 +43,7 @@ def peer(*, rows: int, row_bytes: int, in_flight: int) -> Iterator[Peer]:
     """
     arguments = [str(number) for number in (rows, row_bytes, in_flight)]
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer_queue", *arguments],
+        [sys.executable, "-m", "benchmarks.store_transfer_queue", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
     ) as process:  # fmt: skip
@@ -79,7 +79,7 @@ class Peer:
         answer = self._told.readline()
         if not answer:
             raise RuntimeError(
-                "TransferQueue ended: run `python -m benchmarks.transfer_queue 256 4096 4`"
+                "TransferQueue ended: run `python -m benchmarks.store_transfer_queue 256 4096 4`"
             )
         return float(answer)
 
