@@ -73,8 +73,7 @@ class InstancePool:
 
     def offer(self, instance: Instance) -> None:
         """Makes a changed instance findable, where it may take one more request."""
-        self._stamps = stamp = self._stamps + 1
-        instance.stamp = stamp
+        self.touch(instance)
         if not instance.is_open:
             return
         for policy in instance.policies:
@@ -87,7 +86,7 @@ class InstancePool:
             elif len(heap) > 2 * len(self._instances) + _KEEP_STALE:
                 heap[:] = [entry for entry in heap if entry[3].stamp == entry[2]]
                 heapify(heap)
-            heappush(heap, (instance.load, self._rng.random(), stamp, instance))
+            heappush(heap, (instance.load, self._rng.random(), instance.stamp, instance))
 
     def least_loaded(self, lane: Lane, *, avoid: str | None) -> Instance | None:
         """The least loaded open instance, another one than `avoid` where there is one."""

@@ -112,20 +112,17 @@ class AttemptBook:
 
     def held(self) -> dict[str, HeldAttempt]:
         """All attempts in the book, by id."""
-        held: dict[str, HeldAttempt] = {}
-        for name, running in self._running.items():
-            asked = running.request
-            held[name] = HeldAttempt(
-                instance_id=asked.instance_id,
-                version=asked.version,
-                input_hash=asked.input_hash,
-                num_kept=asked.num_kept,
+        # Alike in what a new dispatcher must know: (instance, version, input hash, kept tokens).
+        known = {
+            name: (asked.instance_id, asked.version, asked.input_hash, asked.num_kept)
+            for name, (asked, _) in self._running.items()
+        } | {
+            name: (ended.instance_id, ended.version, ended.input_hash, ended.result.num_kept)
+            for name, ended in self._ended.items()
+        }
+        return {
+            name: HeldAttempt(
+                instance_id=instance_id, version=version, input_hash=input_hash, num_kept=num_kept
             )
-        for name, ended in self._ended.items():
-            held[name] = HeldAttempt(
-                instance_id=ended.instance_id,
-                version=ended.version,
-                input_hash=ended.input_hash,
-                num_kept=ended.result.num_kept,
-            )
-        return held
+            for name, (instance_id, version, input_hash, num_kept) in known.items()
+        }
