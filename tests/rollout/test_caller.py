@@ -42,7 +42,7 @@ async def test_who_waits_for_an_answer_holds_no_prompt_but_one_that_goes_on(tmp_
 
     agents["echo"].model.encode = encode
     outbox = Outbox(nobody)
-    exchange = Exchange(WorkerSample(spec=spec()), outbox=outbox, on_diverged=lambda: None)
+    exchange = Exchange(WorkerSample(spec=spec()), outbox=outbox, stop=lambda: None)
     caller = AgentCaller(agents, forms=CallForms(), exchange=exchange)
     call = caller.call(
         "echo", path="0:0", after=None, messages=None, tools=None, simulated=None,

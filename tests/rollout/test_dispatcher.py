@@ -306,6 +306,28 @@ async def test_a_sample_that_kills_its_workers_fails_by_name_and_spares_others(m
         assert ids[2] in failure.message
 
 
+async def test_a_workflow_that_holds_the_interpreter_is_found_and_named(make, tmp_path):
+    """A regular expression without end: no thread of its worker could say so, or end it."""
+    source = TEAM.replace(
+        "    left, right",
+        "    if query['n'] == 1: __import__('re').match('(a+)+$', 'a' * 64 + 'b')\n    left, right",
+    )
+    async with make(source, workflow={"step_timeout_s": 0.5}) as cluster:
+        await opened(cluster, tmp_path)
+        ids = await cluster.admit(0, groups=3)
+        status = await cluster.until_ended(timeout_s=50)
+        samples = await cluster.samples()
+        assert [samples[i].status for i in ids] == [DONE, FAILED, DONE]
+        failure = samples[ids[1]].failure
+        assert failure.reason == "WORKFLOW_RAISED"
+        assert "held its worker's interpreter for longer than step_timeout_s = 0.5" in (
+            failure.message
+        )
+        assert "(team.py:5 in team)" in failure.message
+        # Found once it was alone; the others were spared.
+        assert status.counters["worker_deaths"] == 3
+
+
 HANGING = {
     "sleeps": "__import__('time').sleep(99)",
     # Holds the interpreter's lock: nothing in its own process could end it.

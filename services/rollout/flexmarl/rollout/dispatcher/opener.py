@@ -143,6 +143,7 @@ class RunOpener:
             setup=setup,
             num_workers=config.workflow.num_workers,
             max_samples=config.workflow.max_samples_per_worker,
+            step_timeout_s=config.workflow.step_timeout_s,
             report_dir=self._report_dir(),
             log=self._config.log,
             limits=self._config.user_code,

@@ -24,6 +24,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import UserCodeConfig
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
+from flexmarl.rollout.pieces import frames_of
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.runtime.config import LogConfig
@@ -273,6 +274,10 @@ class RewardPool:
 async def _send_all(outgoing: Outgoing[RewardCommand], child: ChildProcess) -> None:
     while (command := await outgoing.take()) is not None:
         try:
-            await child.link.send(command.SerializeToString())
-        except DomainError:
-            return  # the reader sees the end of the link, too
+            for frame in frames_of(command):
+                await child.link.send(frame)
+        except DomainError as error:
+            # As with workers: where the link has ended the reader sees it, too.
+            _log.warning("reward_process_cannot_be_told", process=child.name, error=str(error))
+            child.kill()
+            return

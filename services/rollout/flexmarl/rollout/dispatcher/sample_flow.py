@@ -283,10 +283,10 @@ class SampleFlow:
         if failure is not None:
             self._listener.run_failed(failure)
 
-    def worker_died(self, sample_ids: list[str], culprit: Failure | None) -> None:
+    def worker_died(self, sample_ids: list[str], word: Failure | None) -> None:
         """A worker ended: its samples run again, from what is stored; a culprit fails."""
         self._desk.counters["worker_deaths"] += 1
-        guilty = "" if culprit is None else culprit.metadata["sample_id"]
+        guilty = "" if word is None else word.metadata["sample_id"]
         for sample_id in sample_ids:
             sample = self._samples.get(sample_id)
             if sample is None or sample.end is not None:
@@ -294,19 +294,20 @@ class SampleFlow:
             for vertex_id in list(sample.calls):
                 self._desk.detach(vertex_id)
             sample.slot = None
-            if culprit is None:
+            if not guilty:
                 sample.crashes += 1
             if sample_id == guilty:
-                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, culprit)
+                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, word)
             elif sample.crashes > self._max_crashes:
-                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, self._poisonous(sample))
+                failure = self._poisonous(sample, "" if word is None else word.message)
+                self._end_here(sample, common_pb2.SAMPLE_STATUS_FAILED, failure)
             else:
                 self._restart(sample)
 
-    def _poisonous(self, sample: SampleState) -> Failure:
+    def _poisonous(self, sample: SampleState, last_word: str) -> Failure:
         message = (
             f"sample {sample.spec.sample_id}: its worker died {sample.crashes} times "
-            f"(worker_restarts = {self._max_crashes}); see the worker's log"
+            f"(worker_restarts = {self._max_crashes}); {last_word or 'see the log of its worker'}"
         )
         return Failure(reason=ErrorReason.CHILD_DIED, message=message)
 

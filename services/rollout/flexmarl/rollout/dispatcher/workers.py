@@ -16,9 +16,11 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
     WorkerSample,
     WorkerSetup,
 )
-from flexmarl.core.errors import DomainError
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import UserCodeConfig
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
+from flexmarl.rollout.pieces import frames_of
+from flexmarl.rollout.worker.watchdog import held_at, stack_file
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.runtime.config import LogConfig
@@ -26,6 +28,7 @@ from flexmarl.runtime.logging import get_logger
 
 WORKER_MODULE: Final = "flexmarl.rollout.worker.main"
 RESTART_PAUSE_S: Final = 0.5
+_MAX_STACK_CHARS: Final = 1 << 16
 _SUSPECT: Final = 2
 """Crashes after which a sample runs alone in its worker, so that the guilty one is found."""
 
@@ -47,8 +50,11 @@ class WorkerListener(Protocol):
         """A worker has imported the workflow, or cannot."""
         ...
 
-    def worker_died(self, sample_ids: list[str], culprit: Failure | None) -> None:
-        """A worker ended; these samples were in it. The culprit's failure names its sample."""
+    def worker_died(self, sample_ids: list[str], word: Failure | None) -> None:
+        """A worker ended; these samples were in it.
+
+        What it left is a failure; where a sample is to blame, its metadata name it.
+        """
         ...
 
 
@@ -85,6 +91,7 @@ class WorkerPool:
         setup: First command of each worker.
         num_workers: Slots.
         max_samples: Most samples in one worker.
+        step_timeout_s: Longest time that user code may hold one.
         report_dir: Where watchdogs leave word.
         log: Log section handed to workers.
         limits: What they may take.
@@ -97,6 +104,7 @@ class WorkerPool:
         setup: WorkerSetup,
         num_workers: int,
         max_samples: int,
+        step_timeout_s: float,
         report_dir: Path,
         log: LogConfig,
         limits: UserCodeConfig,
@@ -105,6 +113,7 @@ class WorkerPool:
         self._children = children
         self._setup = setup
         self._max_samples = max_samples
+        self._step_timeout_s = step_timeout_s
         self._report_dir = report_dir
         self._log = log
         self._limits = limits
@@ -194,6 +203,7 @@ class WorkerPool:
             name = f"worker-{run_id}-{slot.ordinal}"
             report = self._report_dir / f"{name}.json"
             report.unlink(missing_ok=True)
+            stack_file(report).unlink(missing_ok=True)
             try:
                 slot.child = await self._children.spawn_preloaded(
                     f"{WORKER_MODULE}:run",
@@ -246,7 +256,7 @@ class WorkerPool:
         slot.ready = slot.alone = False
         slot.deaths += 1
         exit_code = None if child is None else child.exit_code
-        word = _read_report(report)
+        word = _read_report(report) or self._read_stack(report, samples)
         _log.warning(
             "worker_died",
             slot=slot.ordinal,
@@ -254,16 +264,40 @@ class WorkerPool:
             samples=len(samples),
             word="" if word is None else word.message,
         )
-        blames = word is not None and word.metadata["sample_id"]
-        self._listener.worker_died(samples, word if blames else None)
+        self._listener.worker_died(samples, word)
+
+    def _read_stack(self, report: Path, samples: list[str]) -> Failure | None:
+        """What a worker left whose interpreter was held: its only sample is to blame, if any."""
+        try:
+            with stack_file(report).open(encoding="utf-8", errors="replace") as file:
+                stack = file.read(_MAX_STACK_CHARS)
+        except OSError:
+            return None
+        if not stack:
+            return None
+        timeout_s = self._step_timeout_s
+        place = held_at(stack, self._setup.workflow_path)
+        message = (
+            "user code held its worker's interpreter for longer than "
+            f"step_timeout_s = {timeout_s:g}" + (f" ({place})" if place else "")
+        )
+        guilty = samples[0] if len(samples) == 1 else ""
+        return Failure(
+            reason=ErrorReason.WORKFLOW_RAISED, message=message, metadata={"sample_id": guilty}
+        )
 
 
 async def _send_all(outgoing: Outgoing[WorkerCommand], child: ChildProcess) -> None:
     while (command := await outgoing.take()) is not None:
         try:
-            await child.link.send(command.SerializeToString())
-        except DomainError:
-            return  # the reader sees the end of the link, too
+            for frame in frames_of(command):
+                await child.link.send(frame)
+        except DomainError as error:
+            # Where the link has ended the reader sees it, too. One that does not take what it is
+            # sent would wait for ever.
+            _log.warning("worker_cannot_be_told", worker=child.name, error=str(error))
+            child.kill()
+            return
 
 
 def _read_report(path: Path) -> Failure | None:

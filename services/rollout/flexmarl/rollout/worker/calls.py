@@ -20,6 +20,12 @@ _HOLDERS: Final = (dict, list, tuple)
 _LOOKED_INTO: Final = (Output, *_HOLDERS)
 _LENGTH: Final = struct.Struct("<I")
 
+MAX_VALUE_BYTES: Final = 16 << 20
+"""Largest value of a tool, its arguments, or a workflow's output, as JSON.
+
+A row that no write takes would end the whole run for what one sample did.
+"""
+
 
 def outputs_in(value: Any, *, depth: int = 0) -> Iterable[Output]:  # noqa: ANN401
     """Outputs among a value's parts, in order; those become edges."""
@@ -135,6 +141,7 @@ def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
 
     Raises:
         TypeError: JSON cannot hold it.
+        ValueError: It is larger than MAX_VALUE_BYTES.
     """
     try:
         text = json.dumps(
@@ -142,15 +149,33 @@ def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
         )
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what}: not a JSON value: {error}") from None
-    return text.encode()
+    return _bounded(text.encode(), what=what)
 
 
-def to_shown_json(value: Any) -> bytes:  # noqa: ANN401
-    """JSON for people: what it cannot hold is shown as its repr."""
+def to_shown_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
+    """JSON for people: what it cannot hold is shown as its repr.
+
+    Raises:
+        ValueError: It is larger than MAX_VALUE_BYTES.
+    """
     try:
-        return json.dumps(value, default=_shown).encode()
-    except (TypeError, ValueError):  # keys that are no text, cycles
-        return json.dumps(repr(value)).encode()
+        text = json.dumps(value, default=_shown)
+    except Exception:  # noqa: BLE001 - keys that are no text, cycles, depth, the user's own repr
+        text = json.dumps(_repr(value))
+    return _bounded(text.encode(), what=what)
+
+
+def _bounded(encoded: bytes, *, what: str) -> bytes:
+    if len(encoded) > MAX_VALUE_BYTES:
+        raise ValueError(f"{what}: {len(encoded)} bytes, more than {MAX_VALUE_BYTES}")
+    return encoded
+
+
+def _repr(value: Any) -> str:  # noqa: ANN401
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - it is the user's
+        return f"(a {type(value).__name__} that cannot be shown)"
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401

@@ -47,6 +47,8 @@ class SampleContext:
         **template_args: Any,  # noqa: ANN401
     ) -> Coroutine[Any, Any, Output]:
         """See `Context.call`; the call is numbered, checked and rendered here and now."""
+        if simulated is not None and not isinstance(simulated, Simulated):
+            raise TypeError(f"simulated= takes a Simulated, not {type(simulated).__name__}")
         path = self._task("ctx.call").node.call(key)
         return self._agents.call(
             agent,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, CallAnswer, WorkerSample
-from flexmarl.core.errors import DomainError
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.worker import failures
 from flexmarl.rollout.worker.outbox import Outbox
 from flexmarl.rollout.worker.replay import Replay
 from flexmarl.rollout.workflow import CallError
+
+MAX_OPEN: Final = 4096
+"""Most questions of one sample at once: a workflow that asks without end would fill its service."""
 
 
 class Exchange:
@@ -25,16 +29,16 @@ class Exchange:
 
     Args:
         sample: The sample, with the vertices that are stored of it.
-        on_diverged: Called when a repeated run asks for other work than is stored.
+        stop: Ends the sample: a repeated run asks for other work than is stored, or a run for
+            more at once than a service can hold.
     """
 
-    def __init__(
-        self, sample: WorkerSample, *, outbox: Outbox, on_diverged: Callable[[], None]
-    ) -> None:
+    def __init__(self, sample: WorkerSample, *, outbox: Outbox, stop: Callable[[], None]) -> None:
         self.spec = sample.spec
-        self.replay = Replay(sample.stored, on_diverged=on_diverged)
+        self.replay = Replay(sample.stored, on_diverged=stop)
         self.failure: Failure | None = None
         self._outbox = outbox
+        self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._pending: dict[str, asyncio.Future[CallAnswer]] = {}
         self._calls: set[str] = set()
@@ -63,6 +67,7 @@ class Exchange:
 
     def new_call(self, path: str) -> AgentCall:
         """A call among what is sent next: to be filled at once, then `answer_to` awaited."""
+        self._check_room()
         vertex_id = self.vertex_id(path)
         call = self._outbox.event().calls.add()
         call.vertex_id = vertex_id
@@ -92,6 +97,7 @@ class Exchange:
             What was stored under the id before, if something was; None otherwise.
         """
         self.check_open("a tool was called")
+        self._check_room()
         self._outbox.event().tools.append(vertex)
         answer = await self.answer_to(vertex.meta.vertex_id)
         return answer if answer.stored_before else None
@@ -104,6 +110,17 @@ class Exchange:
     def leave(self, policies: Iterable[str]) -> None:
         """Says which policies will not be called again."""
         self._outbox.event().left.add(sample_id=self.spec.sample_id, policies=policies)
+
+    def _check_room(self) -> None:
+        if len(self._pending) >= MAX_OPEN:
+            self._stop()
+            raise self.fail_sample(
+                DomainError(
+                    ErrorReason.WORKFLOW_RAISED,
+                    f"sample {self.spec.sample_id} has {MAX_OPEN} calls in progress: await some "
+                    "before making more",
+                )
+            )
 
     def close(self) -> None:
         """Cuts the calls that the workflow no longer waits for, and refuses further ones."""

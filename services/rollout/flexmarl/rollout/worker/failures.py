@@ -1,16 +1,25 @@
-"""What went wrong in user code, told in one line with the place, without internal text."""
+"""What went wrong in user code, told in one line with the place, without internal text.
+
+Whatever was raised, something is told: an exception may have no text, endless text, or raise itself
+when it is asked for it.
+"""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.workflow import CallError
 
+MAX_CHARS: Final = 4096
+"""Longest message; what is beyond is left out."""
 
-def failure(reason: str, message: str, **metadata: str) -> Failure:
+
+def failure(reason: str, message: str, /, **metadata: str) -> Failure:
     """A failure message; text that protobuf cannot carry (lone surrogates) is replaced."""
     return Failure(
         reason=str(reason),
@@ -31,9 +40,9 @@ def of_exception(error: BaseException, *, reason: ErrorReason, what: str, folder
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     if isinstance(error, (CallError, DomainError)):
-        return failure(error.reason, error.message, **error.metadata)
+        return _of_call(error.reason, error.message, error.metadata)
     place = user_place(error, folder)
-    text = " ".join(str(error).split())
+    text = " ".join(_text(error).split())
     detail = f"{type(error).__name__}: {text}" if text else type(error).__name__
     where = f" ({place})" if place else ""
     return failure(reason, f"{what} raised {detail}{where}", what=what, place=place)
@@ -53,5 +62,20 @@ def user_place(error: BaseException, folder: Path) -> str:
     return ""
 
 
+def _of_call(reason: Any, message: Any, metadata: Mapping[Any, Any]) -> Failure:  # noqa: ANN401
+    """User code may raise a CallError of its own, made of anything."""
+    named = {_text(name): _text(value) for name, value in metadata.items()}
+    return failure(_text(reason), _text(message), **named)
+
+
+def _text(value: Any) -> str:  # noqa: ANN401
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - it is the user's
+        return f"(a {type(value).__name__} that cannot be shown)"
+
+
 def _clean(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import uvloop
 
+from flexmarl.api.common.v1.common_pb2 import SAMPLE_STATUS_FAILED
 from flexmarl.api.rollout.v1.worker_pb2 import (
+    SampleEnd,
     WorkerCommand,
     WorkerReady,
     WorkerSample,
@@ -31,10 +34,15 @@ from flexmarl.rollout.worker.user_code import UserCode
 from flexmarl.rollout.worker.watchdog import Watchdog
 from flexmarl.runtime.child_link import AsyncChildLink
 from flexmarl.runtime.config import LogConfig
-from flexmarl.runtime.logging import configure_logging
+from flexmarl.runtime.logging import configure_logging, get_logger
 from flexmarl.runtime.main import GC_THRESHOLDS
 
 ItemT = TypeVar("ItemT")
+
+_log = get_logger(__name__)
+
+EXIT_UNHEARD: Final = 89
+"""Exit code of a worker whose dispatcher does not take what it says."""
 
 _PIECE: Final = 128
 """Samples that are taken a step on before what they ask for is sent."""
@@ -50,8 +58,25 @@ def run(args: dict[str, Any]) -> int:
     configure_logging(LogConfig.model_validate(args["log"]), service="rollout-worker")
     confine(args["limits"])
     gc.set_threshold(*GC_THRESHOLDS)
-    uvloop.run(_serve(Path(args["report"])))
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    _run_whatever(loop, loop.create_task(_serve(Path(args["report"]))))
     return 0
+
+
+def _run_whatever(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    """Runs to the end of the link, whatever user code does to the loop that it shares.
+
+    A loop lets SystemExit and KeyboardInterrupt out of every task and stops, as it does when it is
+    told to stop: a `sys.exit()` in one workflow or tool would end all samples beside it. The task
+    that raised has its exception, so the loop just goes on.
+    """
+    while not task.done():
+        try:
+            loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt, RuntimeError):
+            if task.done() or loop.is_closed():
+                raise
 
 
 async def _serve(report: Path) -> None:
@@ -59,6 +84,7 @@ async def _serve(report: Path) -> None:
     link = await AsyncChildLink.from_environment()
     outbox = Outbox(link.send)
     pump = asyncio.create_task(outbox.pump(), name="outbox")
+    pump.add_done_callback(_unheard)
     worker: Worker | None = None
     async for frame in link:
         command = WorkerCommand.FromString(frame)
@@ -70,6 +96,13 @@ async def _serve(report: Path) -> None:
         if worker is not None:
             await worker.handle(command)
     pump.cancel()
+
+
+def _unheard(pump: asyncio.Task[None]) -> None:
+    """A worker that cannot be heard is of no use: another one repeats what it has done."""
+    if not pump.cancelled():
+        _log.error("worker_unheard", error=str(pump.exception()))
+        os._exit(EXIT_UNHEARD)
 
 
 def _set_up(setup: WorkerSetup, outbox: Outbox) -> UserCode | None:
@@ -141,6 +174,14 @@ class Worker:
     async def _run(self, sample_id: str, run: SampleRun) -> None:
         try:
             end = await run.execute()
+        except BaseException as error:  # noqa: BLE001 - no sample may be left without an end
+            _log.exception("sample_broke", sample=sample_id)
+            end = SampleEnd(sample_id=sample_id, status=SAMPLE_STATUS_FAILED)
+            what = f"sample {sample_id}"
+            folder = self._user.folder
+            end.failure.CopyFrom(
+                failures.of_exception(error, reason=ErrorReason.INTERNAL, what=what, folder=folder)
+            )
         finally:
             del self._runs[sample_id]
         self._outbox.event().ends.append(end)

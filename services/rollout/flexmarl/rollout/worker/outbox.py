@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from flexmarl.api.rollout.v1.worker_pb2 import WorkerEvent
+from flexmarl.rollout.pieces import frames_of
 
 
 class Outbox:
@@ -34,4 +35,5 @@ class Outbox:
             await self._filled.wait()
             self._filled.clear()
             full, self._event = self._event, WorkerEvent()
-            await self._send(full.SerializeToString())
+            for frame in frames_of(full):
+                await self._send(frame)

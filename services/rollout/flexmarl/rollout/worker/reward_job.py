@@ -16,6 +16,10 @@ from flexmarl.rollout.workflow import FinishedSample, Output
 
 _TAG: Final = "$"
 _MAX_DEPTH: Final = 64
+
+MAX_JOB_BYTES: Final = 64 << 20
+"""Largest sample that is passed on to a reward function, all its texts together."""
+
 _PLAIN: Final = frozenset((type(None), bool, int, float, str))
 
 
@@ -42,11 +46,10 @@ def encode_job(
     try:
         returned = _Encoder(_refuse).encode(output)
     except TypeError as error:
-        raise DomainError(
-            ErrorReason.WORKFLOW_RAISED,
-            f"{what} returned {error}: a reward function can be given None, bool, numbers, text, "
+        raise _returned(
+            what,
+            f"{error}: a reward function can be given None, bool, numbers, text, "
             "bytes, lists, tuples, sets, dicts and outputs of calls",
-            {"what": what},
         ) from None
     job = {
         "query": query_json.decode(),
@@ -54,7 +57,14 @@ def encode_job(
         "calls": [_record(call) for call in calls],
         "tools": [_record(call) for call in tools],
     }
-    return json.dumps(job, separators=(",", ":"), default=_shown).encode()
+    try:
+        encoded = json.dumps(job, separators=(",", ":"), default=_shown).encode()
+    except ValueError as error:  # a number of thousands of digits
+        raise _returned(what, f"something that cannot be passed on: {error}") from None
+    if len(encoded) > MAX_JOB_BYTES:
+        problem = f"what makes {len(encoded)} bytes with its calls, more than {MAX_JOB_BYTES}"
+        raise _returned(what, problem)
+    return encoded
 
 
 def decode_job(job_json: bytes) -> FinishedSample:
@@ -70,6 +80,10 @@ def decode_job(job_json: bytes) -> FinishedSample:
         calls=calls,
         tools=tools,
     )
+
+
+def _returned(what: str, problem: str) -> DomainError:
+    return DomainError(ErrorReason.WORKFLOW_RAISED, f"{what} returned {problem}", {"what": what})
 
 
 class _Encoder:

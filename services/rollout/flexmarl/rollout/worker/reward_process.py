@@ -104,7 +104,7 @@ class Scorer:
                 result.advantages.extend(self._estimate(job.scopes))
             else:
                 result.rewards.CopyFrom(self._score(job.job_json))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             failure = failures.of_exception(
                 error, reason=reason, what=what, folder=self._user.folder
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from typing import Any
+from typing import Any, Final
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.common.v1.common_pb2 import Failure
@@ -27,12 +27,15 @@ from flexmarl.rollout.worker.tool_threads import ToolThreads
 from flexmarl.rollout.worker.user_code import UserCode
 from flexmarl.rollout.workflow import FinishedSample, Output
 
+STOP_GRACE_S: Final = 2.0
+"""How long a workflow that is cut may take to clean up: it may also take no notice at all."""
+
 
 class SampleRun:
     """Runs one sample and ends it with its reward.
 
-    `execute` waits for the workflow (freed by its end, by `cancel`, or by sample_timeout_s), then
-    for the reward function (freed by its end, or by reward_timeout_s).
+    `execute` waits for the workflow (freed by its end, by sample_timeout_s, or by `cancel` and the
+    time to clean up), then for the reward function (freed by its end, or by reward_timeout_s).
     """
 
     def __init__(
@@ -45,12 +48,13 @@ class SampleRun:
     ) -> None:
         self.spec = sample.spec
         self._user = user
-        self._exchange = Exchange(sample, outbox=outbox, on_diverged=self._stop)
+        self._exchange = Exchange(sample, outbox=outbox, stop=self._stop)
         self._agents = AgentCaller(user.agents, forms=user.forms, exchange=self._exchange)
         self._tools = ToolCaller(user, exchange=self._exchange, threads=threads)
         self._query: Any = None
         self._tasks: set[SampleTask] = set()
         self._root: SampleTask | None = None
+        self._stopped = asyncio.Event()
         self._cancelled = False
 
     def answer(self, answer: CallAnswer) -> None:
@@ -69,20 +73,27 @@ class SampleRun:
 
     async def execute(self) -> SampleEnd:
         """Runs the sample to its end; never raises for what user code does."""
-        timeout_s = self._user.config.workflow.sample_timeout_s
         root = self._root = start_root(self, self._workflow(), asyncio.get_running_loop())
         if self._cancelled:
             root.cancel()
+        stopped = asyncio.create_task(self._stopped.wait())
         try:
-            done, _ = await asyncio.wait({root}, timeout=timeout_s)
+            await asyncio.wait(
+                {root, stopped},
+                timeout=self._user.config.workflow.sample_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if self._stopped.is_set():
+                await asyncio.wait({root}, timeout=STOP_GRACE_S)
         finally:
+            stopped.cancel()
             self._close()
         end = SampleEnd(sample_id=self.spec.sample_id)
         if self._cancelled:
             end.status = common_pb2.SAMPLE_STATUS_CANCELLED
         elif self._is_diverged():
             end.status = common_pb2.SAMPLE_STATUS_SUPERSEDED
-        elif (failure := self._failure_of(root, timed_out=not done)) is not None:
+        elif (failure := self._failure_of(root)) is not None:
             end.status = common_pb2.SAMPLE_STATUS_FAILED
             end.failure.CopyFrom(failure)
         else:
@@ -97,6 +108,7 @@ class SampleRun:
         return await self._user.workflow(context, self._query)
 
     def _stop(self) -> None:
+        self._stopped.set()
         if self._root is not None:
             self._root.cancel()
 
@@ -110,12 +122,12 @@ class SampleRun:
         # A sample that must fail did not get to what it had asked for before.
         return self._exchange.failure is None and self._exchange.replay.diverged
 
-    def _failure_of(self, root: SampleTask, *, timed_out: bool) -> Failure | None:
+    def _failure_of(self, root: SampleTask) -> Failure | None:
         workflow = self._user.config.workflow
         what = f"workflow {workflow.entry}"
         if self._exchange.failure is not None:
             return self._exchange.failure
-        if timed_out:
+        if not root.done():
             return failures.failure(
                 ErrorReason.DEADLINE_EXCEEDED,
                 f"{what} did not end within sample_timeout_s = {workflow.sample_timeout_s:g}",
@@ -133,19 +145,20 @@ class SampleRun:
 
     async def _finish(self, output: Any, end: SampleEnd) -> None:  # noqa: ANN401
         section = self._user.config.workflow
-        what, reason = f"reward {section.reward}", ErrorReason.REWARD_RAISED
-        end.output_json = to_shown_json(output)
+        workflow = f"workflow {section.entry}"
+        what, reason = workflow, ErrorReason.WORKFLOW_RAISED
         calls, tools = _by_path(self._agents.finished), _by_path(self._tools.finished)
         try:
+            end.output_json = to_shown_json(output, what="its output")
             if inspect.iscoroutinefunction(self._user.reward):
+                what, reason = f"reward {section.reward}", ErrorReason.REWARD_RAISED
                 sample = FinishedSample(query=self._query, output=output, calls=calls, tools=tools)
                 end.rewards.CopyFrom(await self._reward(sample, what))
             else:
-                workflow = f"workflow {section.entry}"
                 end.reward_job = encode_job(
                     self.spec.query_json, output, calls, tools, what=workflow
                 )
-        except Exception as error:  # noqa: BLE001 - user code may raise anything
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             end.status = common_pb2.SAMPLE_STATUS_FAILED
             folder = self._user.folder
             failure = failures.of_exception(error, reason=reason, what=what, folder=folder)

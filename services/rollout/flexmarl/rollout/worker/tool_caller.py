@@ -162,7 +162,7 @@ class ToolCaller:
                 cut = failures.failure(ErrorReason.CANCELLED, f"{what} was cut")
                 self._exchange.record(row(failure=cut))
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = failures.of_exception(
                 error, reason=ErrorReason.TOOL_RAISED, what=what, folder=self._user.folder
             )

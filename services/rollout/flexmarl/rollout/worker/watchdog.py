@@ -4,13 +4,19 @@ A workflow that sleeps without await blocks every sample of its worker, and one 
 machine's memory. No timeout of the loop can cut either, so a thread watches: it writes a report
 that the dispatcher reads, and exits the process. The dispatcher fails the named sample and runs the
 others in a new worker, from what is stored of them.
+
+Code that holds the interpreter's lock (a regular expression that never ends) stops that thread,
+too. For it there is a thread of C, which needs no lock: it writes down where every thread is, and
+exits. It knows no samples, so a sample is blamed once it is alone in its worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -24,6 +30,24 @@ EXIT_STUCK: Final = 87
 """Exit code of a worker that its watchdog ended."""
 
 _TICK_S: Final = 0.25
+
+_LOCK_GRACE_S: Final = 2.0
+"""How much longer the thread without the lock waits than the one that can name the sample."""
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+
+
+def stack_file(report: Path) -> Path:
+    """Where a worker's threads are written down, beside its report."""
+    return report.with_suffix(".stack")
+
+
+def held_at(stack: str, folder: str) -> str:
+    """The place in the user's package that a written stack shows; empty when it shows none."""
+    for path, line, name in _FRAME.findall(stack):
+        if path.startswith(folder):
+            return f"{os.path.relpath(path, folder)}:{line} in {name}"
+    return ""
 
 
 class Watchdog:
@@ -42,6 +66,7 @@ class Watchdog:
         self._memory_bytes = memory_bytes
         self._beat = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stack = stack_file(report).open("w")
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watches `loop` until the process ends."""
@@ -59,6 +84,9 @@ class Watchdog:
 
     def _pulse(self) -> None:
         self._beat = time.monotonic()
+        faulthandler.dump_traceback_later(
+            self._step_timeout_s + _LOCK_GRACE_S, exit=True, file=self._stack
+        )
         assert self._loop is not None
         self._loop.call_later(_TICK_S, self._pulse)
 

@@ -1,0 +1,256 @@
+"""What user code may do to its worker: each sample ends by name, and those beside it go on."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+from rollout.worker_harness import PRELOAD, SAMPLE, Bench, WorkerHarness, spec
+
+from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.rollout.v1.worker_pb2 import (
+    CallAnswer,
+    SampleEnd,
+    WorkerCommand,
+    WorkerSample,
+)
+from flexmarl.rollout.worker.exchange import MAX_OPEN
+from flexmarl.runtime.children import Children
+
+DONE = common_pb2.SAMPLE_STATUS_DONE
+FAILED = common_pb2.SAMPLE_STATUS_FAILED
+CANCELLED = common_pb2.SAMPLE_STATUS_CANCELLED
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEAM = """
+import asyncio
+import sys
+from flexmarl.rollout.workflow import CallError
+
+class Mute:
+    def __repr__(self):
+        raise ValueError("no repr")
+
+class MuteError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+class OddError(BaseException):
+    pass
+
+def leave():
+    sys.exit(2)
+
+def make(n):
+    return "x" * n
+
+async def leaves():
+    raise SystemExit(4)
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+async def odd(ctx, what):
+    match what:
+        case "no repr": return Mute()
+        case "deep": return nested(100_000)
+        case "many digits": return 10 ** 6000
+        case "no text": raise MuteError
+        case "odd": raise OddError("it")
+        case "odd call": raise CallError(5, None, {7: Mute()})
+        case "long text": raise ValueError("y" * (8 << 20))
+        case "exit": sys.exit(3)
+        case "interrupt": raise KeyboardInterrupt
+        case "exit in a task": await asyncio.create_task(leaves())
+        case "exit in a tool": await ctx.tool("leave")
+        case "large value": await ctx.tool("make", n=17 << 20)
+        case "large argument": await ctx.tool("make", n="z" * (17 << 20))
+        case "large output": return "x" * (17 << 20)
+        case "large calls":
+            for key in "abcde":
+                await ctx.tool("make", n=15 << 20, key=key)
+        case "simulated": await ctx.call("echo", text=1, simulated="x")
+        case "stops the loop": asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+    return "went on"
+
+async def team(ctx, query):
+    if "what" in query:
+        return await odd(ctx, query["what"])
+    return await ctx.call("echo", text="beside")
+
+def reward(sample):
+    return 1.0
+"""
+TOOLS = {"tools": {"leave": "team:leave", "make": "team:make"}}
+
+CASES = {
+    "no repr": ("WORKFLOW_RAISED", ["returned a Mute"]),
+    "deep": ("WORKFLOW_RAISED", ["returned a list"]),
+    "many digits": ("WORKFLOW_RAISED", ["cannot be passed on", "digits"]),
+    "no text": ("WORKFLOW_RAISED", ["MuteError: (a MuteError that cannot be shown)", "team.py:"]),
+    "odd": ("WORKFLOW_RAISED", ["OddError: it"]),
+    "odd call": ("5", ["None"]),
+    "long text": ("WORKFLOW_RAISED", ["yyy", "characters)"]),
+    "exit": ("WORKFLOW_RAISED", ["SystemExit: 3", "in odd"]),
+    "interrupt": ("WORKFLOW_RAISED", ["KeyboardInterrupt"]),
+    "exit in a task": ("WORKFLOW_RAISED", ["SystemExit: 4", "in leaves"]),
+    "exit in a tool": ("TOOL_RAISED", ["tool 'leave' raised SystemExit: 2", "in leave"]),
+    "large value": ("TOOL_RAISED", ["value of tool 'make'", "more than 16777216"]),
+    "large argument": ("WORKFLOW_RAISED", ["arguments of tool 'make'", "more than 16777216"]),
+    "large output": ("WORKFLOW_RAISED", ["its output", "more than 16777216"]),
+    "large calls": ("WORKFLOW_RAISED", ["with its calls", "more than 67108864"]),
+    "simulated": ("WORKFLOW_RAISED", ["simulated= takes a Simulated, not str"]),
+}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def children():
+    async with Children(preload=PRELOAD) as owner:
+        yield owner
+
+
+@pytest.fixture
+def bench(children, tmp_path):
+    return Bench(children, tmp_path)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(children, tmp_path_factory):
+    """One worker for all: whatever a sample does, the next one finds it as it was."""
+    return await Bench(children, tmp_path_factory.mktemp("shared")).worker(TEAM, workflow=TOOLS)
+
+
+def numbered(number: int) -> str:
+    return f"b000000a0-g{number:04d}-s000a0"
+
+
+async def run_beside(worker: WorkerHarness, what: str, number: int) -> SampleEnd:
+    """Runs the odd sample while another one waits for its call; that one must end as ever."""
+    odd, beside = numbered(2 * number), numbered(2 * number + 1)
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec(beside))]))
+    while not any(call.sample_id == beside for call in worker.calls):
+        await worker.step(lambda _: None)
+    sample = WorkerSample(spec=spec(odd, query={"what": what}))
+    ends = await worker.run(sample)
+    await worker.send(
+        WorkerCommand(
+            answers=[CallAnswer(vertex_id=f"{beside}/0:0", tokens=[1], finish_reason="stop")]
+        )
+    )
+    others = await worker.until_ended([beside])
+    assert others[beside].status == DONE, others[beside].failure
+    return ends[odd]
+
+
+@pytest.mark.parametrize("what", CASES)
+async def test_whatever_a_workflow_does_its_sample_ends_by_name_and_others_go_on(shared, what):
+    reason, words = CASES[what]
+    end = await run_beside(shared, what, list(CASES).index(what))
+    assert (end.status, end.failure.reason) == (FAILED, reason), end.failure
+    for word in words:
+        assert word in end.failure.message
+    assert len(end.failure.message) < 5000
+    assert not any(call.vertex_id.startswith(end.sample_id) for call in shared.calls)
+
+
+async def test_a_loop_that_a_workflow_stops_goes_on(shared):
+    end = await run_beside(shared, "stops the loop", len(CASES))
+    assert (end.status, end.output_json) == (DONE, b'"went on"')
+
+
+async def test_an_async_reward_may_raise_anything(bench):
+    source = """
+import asyncio
+class OddError(BaseException):
+    pass
+async def team(ctx, query): pass
+async def reward(sample):
+    match sample.query["n"]:
+        case 0: raise OddError("it")
+        case 1: raise asyncio.CancelledError
+        case 2: raise SystemExit(3)
+    return 1.0
+"""
+    worker = await bench.worker(source)
+    ids = [numbered(n) for n in range(4)]
+    samples = [WorkerSample(spec=spec(i, query={"n": n})) for n, i in enumerate(ids)]
+    ends = await worker.run(*samples)
+    assert [ends[i].status for i in ids] == [FAILED, FAILED, FAILED, DONE]
+    assert {ends[i].failure.reason for i in ids[:3]} == {"REWARD_RAISED"}
+    assert "OddError: it" in ends[ids[0]].failure.message
+
+
+async def test_a_sample_is_cut_whether_its_workflow_heeds_it_or_not(bench):
+    source = """
+import asyncio
+async def team(ctx, query):
+    while True:
+        try:
+            await ctx.call("echo", text="again")
+        except BaseException:
+            await asyncio.sleep(0.01)
+
+def reward(sample):
+    return 1.0
+"""
+    worker = await bench.worker(source)
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
+    await worker.step(lambda _: None)
+    await worker.send(WorkerCommand(cancel_sample_ids=[SAMPLE]))
+    (end,) = (await worker.until_ended([SAMPLE], answer=lambda _: None)).values()
+    assert end.status == CANCELLED
+    # What it still tries is refused where it is tried, and asks nobody.
+    num_calls = len(worker.calls)
+    other = numbered(1)
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec(other))]))
+    while not any(call.sample_id == other for call in worker.calls):
+        await worker.step(lambda _: None)
+    assert [call.sample_id for call in worker.calls[num_calls:]] == [other]
+
+
+async def test_a_workflow_that_is_cut_may_clean_up(bench):
+    source = """
+TOLD = []
+def tell(what):
+    TOLD.append(what)
+    return len(TOLD)
+async def team(ctx, query):
+    try:
+        await ctx.call("echo", text="x")
+    finally:
+        await ctx.tool("tell", what="over")
+
+def reward(sample):
+    return 1.0
+"""
+    worker = await bench.worker(source, workflow={"tools": {"tell": "team:tell"}})
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
+    await worker.step(lambda _: None)
+    await worker.send(WorkerCommand(cancel_sample_ids=[SAMPLE]))
+    (end,) = (await worker.until_ended([SAMPLE])).values()
+    assert end.status == CANCELLED
+    assert [row.payload.output for row in worker.tools] == [b"1"]
+
+
+async def test_a_workflow_that_calls_without_end_fails_before_it_fills_its_service(bench):
+    source = """
+import asyncio
+async def team(ctx, query):
+    while True:
+        asyncio.create_task(ctx.call("echo", text="more"))
+        await asyncio.sleep(0)
+
+def reward(sample):
+    return 1.0
+"""
+    worker = await bench.worker(source)
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
+    (end,) = (await worker.until_ended([SAMPLE], answer=lambda _: None)).values()
+    assert (end.status, end.failure.reason) == (FAILED, "WORKFLOW_RAISED")
+    assert f"{MAX_OPEN} calls in progress" in end.failure.message
+    assert len(worker.calls) == MAX_OPEN
+    assert len(worker.cut) == MAX_OPEN  # and nothing of it is left at the service
