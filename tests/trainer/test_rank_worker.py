@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer import reference
 from trainer.harness import (
     Policy,
@@ -330,42 +335,68 @@ async def test_pretrained_weights_come_from_the_folder(ranks: Ranks, tmp_path: P
         assert np.array_equal(got[name], value.detach().numpy()), name
 
 
-BROKEN = [
-    "no_folder",
-    "no_weights",
-    "not_json",
-    "no_language_model",
-    "corrupt",
-    "vocabulary",
-    "lacks",
-]
+def rewrite(weights: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(weights)
+    change(tensors)
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def own_code(model: Path) -> None:
+    classes = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (model / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes}))
+    (model / "mine.py").write_text(f"open({str(model / 'was-run')!r}, 'w')")
+
+
+def index(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text("{}")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "no readable config.json"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "no file named"),
+    "not json": (lambda model: (model / "config.json").write_text("{"), "not a valid JSON"),
+    "no object": (lambda model: (model / "config.json").write_text("null"), "config.json: "),
+    "no language model": (
+        lambda model: (model / "config.json").write_text('{"model_type": "vit"}'),
+        "no causal language model can be made of it .vit.",
+    ),
+    "code of its own": (own_code, "needs code of its own, and none is run"),
+    "another type": (lambda model: write_model(model, hidden_size="32"), "hidden_size"),
+    "no such activation": (lambda model: write_model(model, hidden_act="none"), "'none'"),
+    "no heads": (lambda model: write_model(model, num_attention_heads=0), "config.json: Zero"),
+    "no layers": (lambda model: write_model(model, num_hidden_layers=0), "no layers to shard"),
+    "corrupt": (
+        lambda model: os.truncate(model / "model.safetensors", 1000),
+        "SafetensorError",
+    ),
+    "index": (index, "weights cannot be read"),
+    "vocabulary": (lambda model: write_model(model, vocab_size=9), "mismatched"),
+    "lacks": (lambda model: write_model(model, num_hidden_layers=3), r"lack 9 parameter\(s\)"),
+    "not finite": (
+        lambda model: rewrite(
+            model / "model.safetensors", lambda held: held["model.norm.weight"][3:4].fill_(math.nan)
+        ),
+        "hold NaN or infinity, in model.norm.weight",
+    ),
+}
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 async def test_a_bad_model_folder_is_named(ranks: Ranks, tmp_path: Path, broken: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = tmp_path / "bad-model"
-    if broken != "no_folder":
-        write_model(model)
-    if broken == "not_json":
-        (model / "config.json").write_text("{")
-    if broken == "no_language_model":
-        (model / "config.json").write_text('{"model_type": "vit"}')
-    if broken in ("corrupt", "vocabulary", "lacks"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        lm.save_pretrained(model)
-        weights = model / "model.safetensors"
-        if broken == "corrupt":
-            weights.write_bytes(weights.read_bytes()[:-100])
-        elif broken == "vocabulary":
-            write_model(model, vocab_size=9)
-        else:
-            write_model(model, num_hidden_layers=3)
+    model = write_model(tmp_path / "bad-model")
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    lm.save_pretrained(model)
+    write_model(model)
+    harm, says = BROKEN[broken]
+    harm(model)
     config = policy_config(model, model={"path": str(model), "init": "pretrained"})
-    with pytest.raises(DomainError, match="bad-model") as caught:
+    with pytest.raises(DomainError, match=f"(bad-model|LlamaForCausalLM).*{says}") as caught:
         await Policy(ranks, config, model, [0]).bind()
     assert caught.value.reason is ErrorReason.MODEL_INVALID
+    assert not (model / "was-run").exists()
 
 
 async def test_a_frozen_policy_only_gives_weights(ranks: Ranks, tiny_model: Path) -> None:

@@ -14,6 +14,7 @@ from rollout.engines.engine_kit import (
     write_segment,
 )
 
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.sampling import uniform
 from flexmarl.rollout.engines.draw import draw, row_sampling
 
@@ -277,3 +278,21 @@ def test_an_aborted_attempt_gives_back_what_it_has_drawn(tmp_path):
     (result,) = engine.step()
     assert (result.finish_reason, len(result.tokens), len(result.logprobs)) == ("abort", 5, 5)
     assert not result.HasField("failure")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "null",
+        '{"model_type": "llama", "hidden_size": "32"}',
+        '{"model_type": "llama", "hidden_act": "none"}',
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}',
+    ],
+)
+def test_a_folder_that_is_no_model_is_named_and_its_code_is_not_run(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')")
+    with pytest.raises(DomainError, match=str(tmp_path)) as caught:
+        make_engine(tmp_path)
+    assert caught.value.reason is ErrorReason.MODEL_INVALID
+    assert not (tmp_path / "was-run").exists()

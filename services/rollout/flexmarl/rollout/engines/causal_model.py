@@ -7,6 +7,8 @@ in full, so a row's numbers depend on its own tokens only.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -135,24 +137,31 @@ class CausalModel:
 
 
 def _read_config(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _invalid(folder, first_line) from error
+    with _told_as_invalid(folder):
+        # Unless it is told not to, the library asks on the terminal whether to run a folder's code.
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _build(config: Any, dtype: torch.dtype, device: torch.device, folder: Path) -> Any:  # noqa: ANN401
     auto_model: Any = AutoModelForCausalLM
-    try:
-        # No initialisation: no token is drawn before weights were loaded.
-        with no_init_weights(), device:
-            model = auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (ValueError, ImportError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _invalid(folder, first_line) from error
+    # No initialisation: no token is drawn before weights were loaded.
+    with _told_as_invalid(folder), no_init_weights(), device:
+        model = auto_model.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _told_as_invalid(folder: Path) -> Iterator[None]:
+    """Tells whatever the library raises over a foreign folder by the folder's name."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # no fault of the folder
+    except Exception as error:
+        raise _invalid(folder, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _check_attention(config: Any, folder: Path, max_context: int) -> None:  # noqa: ANN401

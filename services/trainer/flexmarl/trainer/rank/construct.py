@@ -13,6 +13,7 @@ from torch import nn
 
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.trainer.rank.attention import PACKED, register
+from flexmarl.trainer.rank.failures import told_apart
 
 _ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_to_keep_fn")
 
@@ -38,10 +39,11 @@ def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
     from transformers import AutoConfig
 
     architecture_of(model_path)
-    try:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise _invalid(model_path, f"config.json: {error}") from error
+    with told_as_invalid(model_path, "config.json"):
+        # Unless it is told not to, the library asks on the terminal whether to run a folder's code.
+        config = AutoConfig.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False
+        )
     for name in _ALTERED_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
             raise _invalid(model_path, f"config.json: {name} is not supported for training")
@@ -59,15 +61,16 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
 
     config = load_config(model_path)
     register()
-    try:
-        # Drawing what has no memory would be half of the time.
-        with _parameters_on_meta(), no_init_weights():
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
-            )
-    except ValueError as error:
-        kind = getattr(config, "model_type", "")
-        raise _invalid(model_path, f"is no causal language model ({kind}): {error}") from error
+    kind = getattr(config, "model_type", "")
+    # Drawing what has no memory would be half of the time.
+    with (
+        told_as_invalid(model_path, f"no causal language model can be made of it ({kind})"),
+        _parameters_on_meta(),
+        no_init_weights(),
+    ):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+        )
     model.tie_weights()
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -77,6 +80,29 @@ def build_empty(model_path: Path, *, dtype: torch.dtype, device: torch.device) -
     if extra:
         raise _invalid(model_path, f"{extra[0]} is state that is not a parameter; not supported")
     return model
+
+
+@contextmanager
+def told_as_invalid(model_path: Path, what: str, *, remedy: str = "") -> Iterator[None]:
+    """Tells whatever the library raises over a foreign folder by the folder's name.
+
+    That may be anything: one value of another type than it wants is told in five ways.
+
+    Raises:
+        DomainError: MODEL_INVALID; OUT_OF_MEMORY, which is no fault of the folder.
+    """
+    try:
+        yield
+    except DomainError:
+        raise
+    except Exception as error:
+        known = told_apart(error)
+        if known is not None and known.reason is ErrorReason.OUT_OF_MEMORY:
+            raise known from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if "trust_remote_code" in text:
+            text = "it needs code of its own, and none is run; give a model that transformers has"
+        raise _invalid(model_path, f"{what}: {text}{remedy}") from error
 
 
 @contextmanager

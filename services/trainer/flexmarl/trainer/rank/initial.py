@@ -6,12 +6,15 @@ import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.trainer.rank.construct import load_config
+from flexmarl.trainer.rank.construct import load_config, told_as_invalid
+
+_ATTENTION: Final = "eager"
+"""Nothing is computed with these models, and a folder's config may name a kernel of the hub."""
 
 
 def initial_weights(
@@ -45,36 +48,31 @@ def _drawn(model_path: Path, seed: int) -> Any:  # noqa: ANN401 - untyped librar
     from transformers import AutoModelForCausalLM
 
     config = load_config(model_path)
-    with torch.random.fork_rng(devices=[]):
+    with told_as_invalid(model_path, "no weights can be drawn"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32, trust_remote_code=False
+            config, dtype=torch.float32, attn_implementation=_ATTENTION, trust_remote_code=False
         )
 
 
 def _read(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     load_config(model_path)
-    try:
+    remedy = '; give a folder with model.safetensors, or init = "random"'
+    with told_as_invalid(model_path, "weights cannot be read", remedy=remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=torch.float32,
+            attn_implementation=_ATTENTION,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,  # other formats would unpickle a foreign file
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DomainError(
-            ErrorReason.MODEL_INVALID,
-            f"{model_path}: weights cannot be read ({type(error).__name__}: {error}); give a "
-            'folder with model.safetensors, or init = "random"',
-            {"model": str(model_path)},
-        ) from error
     model, found = loaded
     _check_whole(model_path, found["missing_keys"])
+    _check_finite(model_path, model)
     return model
 
 
@@ -88,3 +86,14 @@ def _check_whole(model_path: Path, missing: Iterable[str]) -> None:
             f"{lacking[0]}",
             {"model": str(model_path), "parameter": lacking[0]},
         )
+
+
+def _check_finite(model_path: Path, model: Any) -> None:  # noqa: ANN401 - untyped library
+    # Every gradient would be dropped as not finite, and every sampled token be noise.
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not torch.isfinite(torch.stack(parameter.aminmax())).all():
+            raise DomainError(
+                ErrorReason.MODEL_INVALID,
+                f"{model_path}: its weights hold NaN or infinity, in {name}",
+                {"model": str(model_path), "parameter": name},
+            )

@@ -173,10 +173,10 @@ def shard(
 
 def _layers(lm: Any) -> nn.ModuleList:  # noqa: ANN401 - untyped library
     lists = [child for child in lm.base_model.children() if isinstance(child, nn.ModuleList)]
-    if not lists:
+    if not any(lists):
         raise DomainError(
             ErrorReason.MODEL_INVALID,
-            f"{type(lm).__name__} has no list of layers to shard",
+            f"{type(lm).__name__} has no layers to shard",
             {"model": type(lm).__name__},
         )
     return max(lists, key=len)
