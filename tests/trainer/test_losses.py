@@ -363,6 +363,38 @@ def detached(inputs, config):
 def text(inputs, config):
     return "no"
 
+def nothing_in_it(inputs, config):
+    return PolicyTerm(per_token=None)
+
+def complex_numbers(inputs, config):
+    return -inputs.current * 1j
+
+def ends(inputs, config):
+    raise SystemExit("enough")
+
+def without_grad(inputs, config):
+    torch.set_grad_enabled(False)
+    return -inputs.current
+
+def forgetful(inputs, config):
+    inputs.mask.fill_(True)
+    return -inputs.current
+
+def share(flags, name="large"):
+    return lambda inputs, config: PolicyTerm(per_token=-inputs.current, fractions={name: flags})
+
+share_of_numbers = share(torch.zeros(2))
+share_of_one = share(torch.ones(1, dtype=torch.bool))
+share_of_text = share("all")
+numbered = share(torch.ones(2, dtype=torch.bool), 3)
+
+def no_shares(inputs, config):
+    return PolicyTerm(per_token=-inputs.current, fractions=None)
+
+def usurper(inputs, config):
+    shares = {"loss": inputs.mask, "mine": inputs.mask}
+    return PolicyTerm(per_token=-inputs.current, fractions=shares)
+
 number = 3
 """
 
@@ -402,6 +434,16 @@ def test_two_runs_may_have_modules_of_one_name(tmp_path):
         ("mine:one_number", ErrorReason.LOSS_RAISED, "one number per token"),
         ("mine:detached", ErrorReason.LOSS_RAISED, "do not depend on inputs.current"),
         ("mine:text", ErrorReason.LOSS_RAISED, "returned str"),
+        ("mine:nothing_in_it", ErrorReason.LOSS_RAISED, "returned NoneType"),
+        ("mine:complex_numbers", ErrorReason.LOSS_RAISED, "complex128 for .* of torch.float64"),
+        ("mine:ends", ErrorReason.LOSS_RAISED, "SystemExit: enough"),
+        ("mine:without_grad", ErrorReason.LOSS_RAISED, "do not depend on inputs.current"),
+        ("mine:forgetful", ErrorReason.LOSS_RAISED, "changed inputs.mask in place"),
+        ("mine:share_of_numbers", ErrorReason.LOSS_RAISED, "float32 as fraction 'large'"),
+        ("mine:share_of_one", ErrorReason.LOSS_RAISED, r"\(1,\) .* as fraction 'large'"),
+        ("mine:share_of_text", ErrorReason.LOSS_RAISED, "str as fraction 'large'"),
+        ("mine:numbered", ErrorReason.LOSS_RAISED, "a fraction named 3"),
+        ("mine:no_shares", ErrorReason.LOSS_RAISED, "NoneType as fractions"),
     ],
 )
 def test_a_broken_loss_of_the_run_is_named(tmp_path, name, reason, says):
@@ -411,6 +453,14 @@ def test_a_broken_loss_of_the_run_is_named(tmp_path, name, reason, says):
         total_loss(inputs([-1.0, -2.0]), LossConfig(), Coefficients(), found)
     assert caught.value.reason is reason
     assert name in caught.value.message
+    assert torch.is_grad_enabled()
+
+
+def test_a_share_takes_no_other_numbers_name(tmp_path):
+    (tmp_path / "mine.py").write_text(USERS)
+    found = choose("mine:usurper", package=tmp_path)
+    output = total_loss(inputs([-1.0, -3.0]), LossConfig(), Coefficients(), found)
+    assert (output.sums["loss"], output.sums["mine"]) == (4.0, 2)
 
 
 def test_a_policy_term_carries_no_fractions_by_itself():

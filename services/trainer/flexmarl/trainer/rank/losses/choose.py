@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +14,8 @@ from flexmarl.trainer.rank.failures import told_apart
 from flexmarl.trainer.rank.losses.base import PolicyInputs, PolicyLoss, PolicyTerm
 from flexmarl.trainer.rank.losses.registry import LOSSES
 from flexmarl.trainer.rank.user_code import load
+
+_TENSORS: Final = ("current", "old", "log_ratio", "advantage", "mask", "row", "row_tokens")
 
 
 def choose(kind: str, *, package: Path) -> PolicyLoss:
@@ -29,25 +32,58 @@ def _checked(name: str, function: Any) -> PolicyLoss:  # noqa: ANN401 - what a u
     """Wraps a user's loss: whatever it does wrong is said by its name."""
 
     def loss(inputs: PolicyInputs, config: LossConfig) -> PolicyTerm:
+        before = _versions(inputs)
         try:
-            term = function(inputs, config)
-        except Exception as error:
+            with torch.enable_grad():  # and as it was afterwards, whatever the loss made of it
+                term = function(inputs, config)
+        except (Exception, SystemExit) as error:
             known = told_apart(error)
             if known is not None and known.reason is ErrorReason.OUT_OF_MEMORY:
                 raise  # what a smaller pass may cure is no fault of the loss
             raise _raised(name, f"{type(error).__name__}: {error}") from error
         if isinstance(term, torch.Tensor):
             term = PolicyTerm(per_token=term)
-        if not isinstance(term, PolicyTerm):
-            raise _raised(name, f"returned {type(term).__name__}, not a tensor or a PolicyTerm")
-        if term.per_token.shape != inputs.current.shape:
-            shapes = f"{tuple(term.per_token.shape)} for {tuple(inputs.current.shape)}"
-            raise _raised(name, f"returned the shape {shapes}: one number per token")
-        if not term.per_token.requires_grad:
-            raise _raised(name, "returned losses that do not depend on inputs.current")
+        wrong = _wrong(term, inputs)
+        changed = [
+            field for field, version in _versions(inputs).items() if version != before[field]
+        ]
+        if changed:
+            wrong = f"changed inputs.{changed[0]} in place; compute with a copy of it"
+        if wrong:
+            raise _raised(name, wrong)
         return term
 
     return loss
+
+
+def _versions(inputs: PolicyInputs) -> dict[str, int]:
+    """How often each tensor was written to: what comes after the loss reads them, too."""
+    return {field: getattr(inputs, field)._version for field in _TENSORS}
+
+
+def _wrong(term: Any, inputs: PolicyInputs) -> str | None:  # noqa: ANN401 - what a user returned
+    """Says what is wrong with what a loss returned."""
+    if not isinstance(term, PolicyTerm) or not isinstance(term.per_token, torch.Tensor):
+        found = getattr(term, "per_token", term)
+        return f"returned {type(found).__name__}, not a tensor or a PolicyTerm of one"
+    per_token, shape = term.per_token, inputs.current.shape
+    if per_token.shape != shape or not per_token.is_floating_point():
+        return f"returned {_kind(per_token)} for {_kind(inputs.current)}: one number per token"
+    if not per_token.requires_grad:
+        return "returned losses that do not depend on inputs.current"
+    if not isinstance(term.fractions, Mapping):
+        return f"returned {type(term.fractions).__name__} as fractions, not a mapping"
+    for name, flags in term.fractions.items():
+        if not isinstance(name, str):
+            return f"returned a fraction named {name!r}: its name is a text"
+        if not isinstance(flags, torch.Tensor) or flags.shape != shape or flags.dtype != torch.bool:
+            found = _kind(flags) if isinstance(flags, torch.Tensor) else type(flags).__name__
+            return f"returned {found} as fraction {name!r}: one boolean per token"
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _raised(name: str, why: str) -> DomainError:

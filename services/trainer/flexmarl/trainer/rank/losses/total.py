@@ -106,7 +106,8 @@ def total_loss(
     sums |= {"loss": total, "entropy": entropy.sum()}
     with torch.no_grad():
         ratios, maxima = _statistics(policy.log_ratio.detach(), gap, mask)
-        sums |= ratios | {name: (flag & mask).sum() for name, flag in flags.items()}
+        shares = {name: (flag & mask).sum() for name, flag in flags.items()}
+        sums = shares | sums | ratios  # a share takes no other number's name
     return LossOutput(
         total=total, sums={name: value.detach() for name, value in sums.items()}, maxima=maxima
     )
