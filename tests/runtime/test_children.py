@@ -15,6 +15,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.child_link import EXIT_ORPHANED, ChildLink
 from flexmarl.runtime.child_record import ChildRecord, end_leftovers
 from flexmarl.runtime.children import Children
+from flexmarl.runtime.preloader import Preloader
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -146,6 +147,30 @@ async def test_the_zygotes_death_ends_its_children_and_the_next_child_has_a_new_
     again = await children.spawn_preloaded("child_targets:serve", name="again")
     assert await ask(again, b"hello") == b"hello"
     assert children._preloader.pids != {zygote}
+
+
+async def test_a_zygote_that_hangs_is_ended_and_the_next_child_has_a_new_one():
+    started = []
+    preloader = Preloader(modules=[], on_start=started.append, env=HERE)
+
+    async def spawn():
+        return await preloader.spawn("child_targets:serve", [], name="c", env={}, log_file=None)
+
+    try:
+        first = await spawn()
+        os.kill(started[0].pid, signal.SIGSTOP)
+        enough_s, preloader._timeout_s = preloader._timeout_s, 0.5
+        with pytest.raises(DomainError, match="not forked within 0.5 s") as caught:
+            await spawn()
+        preloader._timeout_s = enough_s
+        assert caught.value.reason is ErrorReason.DEADLINE_EXCEEDED
+        assert not alive(started[0].pid)
+        second = await spawn()
+        assert await ask(second, b"x")
+        assert len(started) == 2
+        await gone(first.pid)
+    finally:
+        await preloader.close()
 
 
 async def test_a_module_that_cannot_be_preloaded_is_told(tmp_path):

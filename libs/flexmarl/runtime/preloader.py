@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class Preloader:
-    """One zygote; started on first use, and again when it died.
+    """One zygote; started on first use, and again when it died, or hung and was ended for that.
 
     `spawn` waits for the zygote to fork (freed by its reply, at latest after `timeout_s`): the
     first one waits until the modules are imported.
@@ -57,6 +57,7 @@ class Preloader:
         self._replies: dict[int, asyncio.Future[_Forked]] = {}
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._next_request = 0
+        self._has_forked = False
 
     @property
     def pids(self) -> frozenset[int]:
@@ -124,6 +125,7 @@ class Preloader:
                 await asyncio.to_thread(_send, requests, payload, theirs.fileno())
                 return await reply
         except TimeoutError:
+            await self._end_hung()
             raise DomainError(
                 ErrorReason.DEADLINE_EXCEEDED,
                 f"{name}: not forked within {self._timeout_s:g} s (importing {self._modules})",
@@ -132,6 +134,13 @@ class Preloader:
             raise self._died(name) from None
         finally:
             self._replies.pop(number, None)
+
+    async def _end_hung(self) -> None:
+        """Ends a zygote that forked before, and so has its imports behind it: it hangs for good."""
+        if self._has_forked and self._zygote is not None and self._events is not None:
+            _log.warning("zygote_hung", pid=self._zygote.pid, timeout_s=self._timeout_s)
+            self._zygote.kill()
+            await asyncio.wait([self._events], timeout=30.0)
 
     async def _ensure(self) -> socket.socket:
         if self._zygote is not None and self._requests is not None:
@@ -149,7 +158,7 @@ class Preloader:
             )
         finally:
             theirs.close()
-        self._zygote, self._requests = zygote, ours
+        self._zygote, self._requests, self._has_forked = zygote, ours, False
         self._on_start(zygote)
         self._events = asyncio.create_task(self._follow(zygote), name="zygote events")
         return ours
@@ -163,6 +172,7 @@ class Preloader:
                 if exited is not None and not exited.done():
                     exited.set_result(message["code"])
                 continue
+            self._has_forked = True
             exited = self._exits[message["pid"]] = asyncio.get_running_loop().create_future()
             reply = self._replies.get(message["request"])
             if reply is not None and not reply.done():
