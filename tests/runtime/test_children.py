@@ -160,7 +160,7 @@ async def test_a_zygote_that_hangs_is_ended_and_the_next_child_has_a_new_one():
         first = await spawn()
         os.kill(started[0].pid, signal.SIGSTOP)
         enough_s, preloader._timeout_s = preloader._timeout_s, 0.5
-        with pytest.raises(DomainError, match="not forked within 0.5 s") as caught:
+        with pytest.raises(DomainError, match=r"not forked within 0\.5 s") as caught:
             await spawn()
         preloader._timeout_s = enough_s
         assert caught.value.reason is ErrorReason.DEADLINE_EXCEEDED

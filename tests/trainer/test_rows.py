@@ -98,6 +98,28 @@ def test_a_micro_batch_of_nothing_is_refused():
     assert caught.value.reason is ErrorReason.INVALID_ARGUMENT
 
 
+def test_a_row_that_comes_twice_is_refused_also_within_a_chain():
+    last = turn("c", [1, 2, 3], [4], into="c")
+    first = turn("a", [1], [2], into="c")
+    for rows in ([vertex("a", prompt=[1], response=[])] * 2, [first, last, first]):
+        with pytest.raises(DomainError, match="m1: row a: it comes twice") as caught:
+            pack(*rows)
+        assert caught.value.reason is ErrorReason.INVALID_ARGUMENT
+
+
+def test_a_record_of_another_batch_is_refused():
+    record = graph_pb2.MicroBatch(micro_batch_id="m1", policy="p", batch=5)
+    with pytest.raises(DomainError, match=r"m1 is of batch 5, .* of version 4") as caught:
+        pack_rows(
+            [vertex("a", prompt=[1], response=[2])],
+            micro_batch=record,
+            version=4,
+            weights_hash=HASH,
+            num_updates=3,
+        )
+    assert caught.value.reason is ErrorReason.VERSION_MISMATCH
+
+
 def test_many_bad_rows_are_counted():
     bad = [vertex(f"v{number}", prompt=[1], response=[2]) for number in range(8)]
     for item in bad:

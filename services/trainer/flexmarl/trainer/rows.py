@@ -44,8 +44,16 @@ def pack_rows(
     anything else are refused by name, and with them the micro-batch.
 
     Raises:
-        DomainError: WEIGHTS_MISMATCH, or INVALID_ARGUMENT for rows that are not whole, or none.
+        DomainError: VERSION_MISMATCH when the record is of another batch; WEIGHTS_MISMATCH;
+            INVALID_ARGUMENT for rows that are not whole, come twice, or are none.
     """
+    if micro_batch.batch != version:
+        raise DomainError(
+            ErrorReason.VERSION_MISMATCH,
+            f"{micro_batch.micro_batch_id} is of batch {micro_batch.batch}, its rows are of "
+            f"version {version}",
+            {"expected": str(micro_batch.batch), "actual": str(version)},
+        )
     if not vertices:
         raise DomainError(
             ErrorReason.INVALID_ARGUMENT,
@@ -53,6 +61,7 @@ def pack_rows(
             {"micro_batch_id": micro_batch.micro_batch_id},
         )
     turns = [(vertex.meta, vertex.payload) for vertex in vertices]
+    _refuse_twice(turns, micro_batch)
     _refuse_others(turns, micro_batch, version, weights_hash)
     for meta, payload in turns:
         _check_whole(meta, payload, micro_batch)
@@ -141,6 +150,14 @@ def _lay(
     logprobs.extend(row_logprobs)
     advantages.extend(row_advantages)
     sampled.extend(mask)
+
+
+def _refuse_twice(turns: Iterable[_Turn], micro_batch: graph_pb2.MicroBatch) -> None:
+    seen = set[str]()
+    for meta, _ in turns:
+        if meta.vertex_id in seen:
+            raise _unfit(meta, "it comes twice, and would count twice", micro_batch)
+        seen.add(meta.vertex_id)
 
 
 def _refuse_others(
