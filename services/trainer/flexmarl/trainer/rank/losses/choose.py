@@ -63,27 +63,32 @@ def _versions(inputs: PolicyInputs) -> dict[str, int]:
 
 def _wrong(term: Any, inputs: PolicyInputs) -> str | None:  # noqa: ANN401 - what a user returned
     """Says what is wrong with what a loss returned."""
-    if not isinstance(term, PolicyTerm) or not isinstance(term.per_token, torch.Tensor):
-        found = getattr(term, "per_token", term)
-        return f"returned {type(found).__name__}, not a tensor or a PolicyTerm of one"
-    per_token, shape = term.per_token, inputs.current.shape
-    if per_token.shape != shape or not per_token.is_floating_point():
+    per_token = getattr(term, "per_token", term)
+    if not isinstance(term, PolicyTerm) or not isinstance(per_token, torch.Tensor):
+        return f"returned {type(per_token).__name__}, not a tensor or a PolicyTerm of one"
+    if per_token.shape != inputs.current.shape or not per_token.is_floating_point():
         return f"returned {_kind(per_token)} for {_kind(inputs.current)}: one number per token"
     if not per_token.requires_grad:
         return "returned losses that do not depend on inputs.current"
-    if not isinstance(term.fractions, Mapping):
-        return f"returned {type(term.fractions).__name__} as fractions, not a mapping"
-    for name, flags in term.fractions.items():
+    fractions: Any = term.fractions
+    if not isinstance(fractions, Mapping):
+        return f"returned {type(fractions).__name__} as fractions, not a mapping"
+    for name, flags in fractions.items():
         if not isinstance(name, str):
             return f"returned a fraction named {name!r}: its name is a text"
-        if not isinstance(flags, torch.Tensor) or flags.shape != shape or flags.dtype != torch.bool:
-            found = _kind(flags) if isinstance(flags, torch.Tensor) else type(flags).__name__
-            return f"returned {found} as fraction {name!r}: one boolean per token"
+        if (
+            not isinstance(flags, torch.Tensor)
+            or flags.shape != inputs.current.shape
+            or flags.dtype != torch.bool
+        ):
+            return f"returned {_kind(flags)} as fraction {name!r}: one boolean per token"
     return None
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+def _kind(found: Any) -> str:  # noqa: ANN401 - what a user returned
+    if isinstance(found, torch.Tensor):
+        return f"{tuple(found.shape)} of {found.dtype}"
+    return type(found).__name__
 
 
 def _raised(name: str, why: str) -> DomainError:
