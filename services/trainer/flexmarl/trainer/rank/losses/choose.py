@@ -35,14 +35,15 @@ def _checked(name: str, function: Any) -> PolicyLoss:  # noqa: ANN401 - what a u
         before = _versions(inputs)
         try:
             with torch.enable_grad():  # and as it was afterwards, whatever the loss made of it
-                term = function(inputs, config)
+                found = function(inputs, config)
         except (Exception, SystemExit) as error:
             known = told_apart(error)
             if known is not None and known.reason is ErrorReason.OUT_OF_MEMORY:
                 raise  # what a smaller pass may cure is no fault of the loss
             raise _raised(name, f"{type(error).__name__}: {error}") from error
-        if isinstance(term, torch.Tensor):
-            term = PolicyTerm(per_token=term)
+        term: PolicyTerm = found
+        if isinstance(found, torch.Tensor):
+            term = PolicyTerm(per_token=found)
         wrong = _wrong(term, inputs)
         changed = [
             field for field, version in _versions(inputs).items() if version != before[field]
