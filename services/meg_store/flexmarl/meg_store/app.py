@@ -45,7 +45,12 @@ async def serve(config: MegStoreConfig) -> None:
     )
     await server.start()
     try:
-        backend = await asyncio.to_thread(RocksBackend, config.store.data_dir / "db")
+        # Payload files are synced at once: where nothing else is, that would be all that costs.
+        backend = await asyncio.to_thread(
+            RocksBackend,
+            config.store.data_dir / "db",
+            payloads_apart=config.store.durability == "fsync",
+        )
     except BaseException:
         await server.stop()
         raise
