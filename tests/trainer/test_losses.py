@@ -428,6 +428,7 @@ def test_two_runs_may_have_modules_of_one_name(tmp_path):
     ("name", "reason", "says"),
     [
         ("nowhere:f", ErrorReason.WORKFLOW_IMPORT_FAILED, "No module named 'nowhere'"),
+        ("gone:f", ErrorReason.WORKFLOW_IMPORT_FAILED, "SystemExit: enough"),
         ("mine:missing", ErrorReason.WORKFLOW_IMPORT_FAILED, "mine has no function missing"),
         ("mine:number", ErrorReason.WORKFLOW_IMPORT_FAILED, "mine has no function number"),
         ("mine:raises", ErrorReason.LOSS_RAISED, "AttributeError"),
@@ -448,6 +449,7 @@ def test_two_runs_may_have_modules_of_one_name(tmp_path):
 )
 def test_a_broken_loss_of_the_run_is_named(tmp_path, name, reason, says):
     (tmp_path / "mine.py").write_text(USERS)
+    (tmp_path / "gone.py").write_text("raise SystemExit('enough')")
     with pytest.raises(DomainError, match=says) as caught:
         found = choose(name, package=tmp_path)
         total_loss(inputs([-1.0, -2.0]), LossConfig(), Coefficients(), found)

@@ -26,7 +26,7 @@ def load(package: Path, name: str) -> Any:  # noqa: ANN401 - the caller knows wh
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(name, f"{type(error).__name__}: {error}") from error
     if not callable(found):
         raise _failed(name, f"{module} has no function {function}")
