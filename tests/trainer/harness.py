@@ -244,7 +244,7 @@ def flat(segment: rank_pb2.MappedSegment) -> np.ndarray:
 
 
 @asynccontextmanager
-async def start_ranks(count: int, folder: Path) -> Any:
+async def start_ranks(count: int, folder: Path, *, device: str = "cpu") -> Any:
     async with Children(
         preload=["flexmarl.trainer.rank.preload"], preload_env={"OMP_NUM_THREADS": "1"}
     ) as children:
@@ -255,7 +255,7 @@ async def start_ranks(count: int, folder: Path) -> Any:
                     "flexmarl.trainer.rank.main:run_rank",
                     {
                         "position": position,
-                        "device": "cpu",
+                        "device": device if device == "cpu" else f"{device}:{position}",
                         "interface": "lo",
                         "threads": 1,
                         "timeout_s": 30,
