@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,7 +244,7 @@ def flat(segment: rank_pb2.MappedSegment) -> np.ndarray:
 
 
 @asynccontextmanager
-async def start_ranks(count: int, folder: Path, *, device: str = "cpu") -> Any:
+async def start_ranks(count: int, folder: Path, *, device: str = "cpu") -> AsyncIterator[Ranks]:
     async with Children(
         preload=["flexmarl.trainer.rank.preload"], preload_env={"OMP_NUM_THREADS": "1"}
     ) as children:
