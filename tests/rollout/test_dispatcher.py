@@ -593,6 +593,59 @@ async def test_a_killed_dispatcher_is_started_again_and_replays(make, tmp_path):
         await cluster.until(lambda _: host.in_hand == {})
 
 
+RACE = """
+async def team(ctx, query):
+    lanes = [ctx.call("work", text=lane) for lane in (query["n"], "a", "b")]
+    first = await ctx.any(*lanes)
+    return await ctx.call("plan", text=first)
+
+def reward(sample):
+    return float(len(sample.calls))
+"""
+
+
+async def test_a_dispatcher_that_is_killed_while_a_join_cuts_the_rest_goes_on(make, tmp_path):
+    """Some samples have their winner, some not; of some the others are cut already."""
+    policies = {name: {"rollout": {"max_concurrency": 64}} for name in "pq"}
+    async with make(RACE, policies=policies) as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda request: None
+        ids = await cluster.admit(0, groups=16)
+        await cluster.until(lambda s: s.queues["q"].num_running == 48)
+        lanes = {r.attempt_id.partition("#")[0]: r for r in host.requests}
+        for sample_id in ids[:12]:
+            host.finish(lanes[f"{sample_id}/0:1"], [1, 2])
+        async with asyncio.timeout(10):
+            while len(host.aborts) < 6:  # noqa: ASYNC110, RUF100
+                await asyncio.sleep(0)
+        cluster.rollout_service.kill()
+        # Meanwhile another lane of each ends: where one had won it came too late.
+        for sample_id in ids:
+            host.finish(lanes[f"{sample_id}/0:2"], [3, 4])
+        for request in [r for r in host.requests if r.policy == "p"]:
+            host.finish(request, [5])
+        host.answer = lambda request: [5]
+        await cluster.rollout_service.start()
+        await cluster.open()
+        await cluster.activate(0)
+        await cluster.start(cluster.specs)
+        await cluster.until_ended()
+        samples = await cluster.samples()
+        assert {samples[i].status for i in ids} == {DONE}
+        for place, sample_id in enumerate(ids):
+            graph = await cluster.graph(sample_id)
+            ended = {v.meta.path: v for v in graph.vertices}
+            assert len(ended) == len(graph.vertices) == 4
+            (winner,) = ended["0:3"].meta.upstream_vertex_ids
+            lane, tokens = ("0:1", [1, 2]) if place < 12 else ("0:2", [3, 4])
+            assert winner == f"{sample_id}/{lane}"
+            assert list(ended[lane].payload.response_tokens) == tokens
+        # What nobody waits for is ended or let go, and nothing was asked twice.
+        await cluster.until(lambda _: host.in_hand.keys() <= set(host.aborts))
+        assert len({r.attempt_id for r in host.requests}) == len(host.requests)
+
+
 async def test_the_store_may_go_away_in_the_middle(make, tmp_path):
     async with make() as cluster:
         await opened(cluster, tmp_path)

@@ -85,15 +85,20 @@ class ChaosHost(HostStandIn):
         return result
 
     def spoil(self, result: eng.GenerateResult) -> None:
-        kind = self.rng.randrange(4)
+        kind = self.rng.randrange(6)
         if kind == 0:
             result.version = 9
         elif kind == 1:
             result.weights_hash = "other"
         elif kind == 2:
             result.version_runs[0].version = 3
-        else:
+        elif kind == 3:
             result.num_kept += 1
+        elif kind == 4:
+            del result.logprobs[-1]
+        else:
+            result.tokens.append(1)
+            result.logprobs.append(-0.5)
 
     def honest(self, request: eng.GenerateRequest, tokens: list[int], reason: str) -> Any:
         status = self.statuses[request.instance_id]
@@ -169,6 +174,7 @@ async def test_every_sample_ends_in_a_stated_way_and_nothing_counts_twice(tmp_pa
                         assert {run.version for run in vertex.meta.version_runs} == {0}
                         count = len(vertex.payload.response_tokens)
                         assert len(vertex.payload.logprobs) == count <= 4
+                        assert sum(run.num_tokens for run in vertex.meta.version_runs) == count
             assert done > len(ids) // 2
             assert status.counters["samples_done"] == done
             # What failed samples had in progress may be on its way back from being cut.

@@ -352,6 +352,6 @@ def split_attempt_id(text: str) -> tuple[str, int]:
         ValueError: `text` is not an attempt id.
     """
     vertex_id, mark, attempt = text.rpartition("#")
-    if not mark or not attempt.isdigit():
+    if not mark or not attempt.isdecimal():
         raise ValueError(f"not an attempt id: {text!r}")
     return vertex_id, int(attempt)

@@ -201,8 +201,14 @@ class CallDesk:
             attempt_id = result.attempt_id
             if attempt_id in self._writing:
                 continue  # it came again after a reconnect; it is acknowledged once it is stored
+            vertex_id, mark, number = attempt_id.rpartition("#")
+            if not mark or not number.isdecimal():
+                # Nobody's: not let go, it would come again for ever, and keep what is behind it.
+                self.counters["unreadable_results"] += 1
+                session.outgoing.add().stored.append(attempt_id)
+                continue
             heard[result.instance_id] = None
-            state = self._calls.get(attempt_id.rpartition("#")[0])
+            state = self._calls.get(vertex_id)
             num_kept = 0 if state is None or state.kept is None else len(state.kept.tokens)
             taken = _Taken(result, session.host_id)
             for effect in self._post(event_of(result, num_kept=num_kept), now, taken=taken):

@@ -63,10 +63,17 @@ def event_of(
         message = f"attempt {attempt_id} went on from {result.num_kept} tokens, not {num_kept}"
         return AttemptFailed(attempt_id, True, ErrorReason.CANCELLED, message)
     version = result.version
+    num_tokens = num_missing = len(result.tokens)
     for run in result.version_runs:
+        num_missing -= run.num_tokens
         if run.version != version:
             version = -1
-    num_tokens = len(result.tokens)
+    if num_missing or len(result.logprobs) not in (0, num_tokens):
+        message = (
+            f"attempt {attempt_id} has {num_tokens} tokens, {len(result.logprobs)} log-probs and "
+            f"versions of {num_tokens - num_missing} tokens"
+        )
+        return AttemptFailed(attempt_id, True, ErrorReason.INTERNAL, message)
     if result.finish_reason == ABORTED:
         return AttemptAborted(attempt_id, version, result.weights_hash, num_tokens)
     return AttemptSucceeded(attempt_id, version, result.weights_hash, num_tokens)

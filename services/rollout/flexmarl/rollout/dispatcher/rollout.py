@@ -11,6 +11,7 @@ from flexmarl.api.common.v1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1.graph_pb2 import Manifest, PolicyManifest
 from flexmarl.api.rollout.v1.rollout_pb2 import RewardScope, RolloutStatus, SampleSpec
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.dispatcher.checks import check_policies, check_spec
 from flexmarl.rollout.dispatcher.run import Run
 from flexmarl.rollout.dispatcher.status import run_status
 from flexmarl.runtime.logging import get_logger
@@ -80,8 +81,11 @@ class Rollout:
             _log.info("run_closed", run=run_id)
 
     def start_samples(self, run_id: str, term: int, specs: Iterable[SampleSpec]) -> str:
-        """Admits samples."""
-        self._get(run_id, term).start_samples(specs)
+        """Admits samples; all, or none where one cannot be."""
+        run, specs = self._get(run_id, term), list(specs)
+        for spec in specs:
+            check_spec(spec)
+        run.start_samples(specs)
         return self.incarnation
 
     def cancel_samples(self, run_id: str, term: int, sample_ids: Iterable[str]) -> None:
@@ -94,25 +98,35 @@ class Rollout:
         """Asks the run's own estimator about a group.
 
         Raises:
-            DomainError: RUN_NOT_FOUND, TERM_STALE; ADVANTAGE_RAISED.
+            DomainError: RUN_NOT_FOUND, TERM_STALE; ADVANTAGE_RAISED; INVALID_ARGUMENT.
         """
-        return await self._get(run_id, term).advantages(group_id, scopes)
+        run = self._get(run_id, term)
+        if not run.config.advantage.rule().is_own or not scopes:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                "scopes: only a run's own estimator is asked, about one scope at least",
+            )
+        return await run.advantages(group_id, scopes)
 
     def prepare_weights(
         self, run_id: str, term: int, version: int, policies: dict[str, PolicyManifest]
     ) -> None:
         """Announces weights."""
         run = self._get(run_id, term)
-        unknown = sorted(policies.keys() - run.config.policies.keys())
-        if unknown:
-            raise DomainError(
-                ErrorReason.INVALID_ARGUMENT, f"policies: the run has no policy {unknown[0]!r}"
-            )
+        check_policies(policies, run.config.policies)
         run.announce(version, policies)
 
     def activate_version(self, run_id: str, term: int, manifest: Manifest) -> None:
         """Makes a committed version the one to sample under."""
-        self._get(run_id, term).activate(manifest)
+        run = self._get(run_id, term)
+        check_policies(manifest.policies, run.config.policies)
+        missing = sorted(run.config.policies.keys() - manifest.policies.keys())
+        if missing:
+            raise DomainError(
+                ErrorReason.INVALID_ARGUMENT,
+                f"manifest.policies: version {manifest.version} has no weights of {missing[0]!r}",
+            )
+        run.activate(manifest)
 
     def status(self, run_id: str) -> RolloutStatus:
         """Status of a run.

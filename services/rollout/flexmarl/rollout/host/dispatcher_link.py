@@ -22,6 +22,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
 from flexmarl.api.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
 from flexmarl.client.channel import Channel, StreamCall, connect
 from flexmarl.client.errors import FlexMarlError
+from flexmarl.core.errors import ErrorFamily
 from flexmarl.core.retry import Backoff
 from flexmarl.runtime.logging import get_logger
 
@@ -67,7 +68,9 @@ class DispatcherLink:
                 try:
                     await self._converse(channel)
                 except FlexMarlError as error:
-                    _log.info("dispatcher_lost", address=self._address, error=str(error))
+                    away = error.reason.family is ErrorFamily.UNAVAILABLE
+                    log = _log.info if away else _log.error  # refused: somebody must look at it
+                    log("dispatcher_lost", address=self._address, error=str(error))
                 if asyncio.get_running_loop().time() - started > _CONNECT_TIMEOUT_S + 1.0:
                     failures = 0  # that was a conversation, not a failed try
                 failures += 1
