@@ -57,7 +57,10 @@ class Draft:
         self.batch = Batch()
         self.events: list[tuple[str, pb.Event]] = []
         self.at_commit: list[Callable[[], None]] = []
-        """Changes of state in memory, applied when the draft can no longer fail."""
+        """Changes of state in memory, applied when the draft can no longer fail.
+
+        None of them may hold the draft: a call's rows would stay until the next full collection.
+        """
         self.after_ack: list[Callable[[], None]] = []
         """What must wait until the draft is durable."""
 

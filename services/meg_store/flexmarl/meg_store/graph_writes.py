@@ -9,6 +9,7 @@ rows are found by their sample, whose end is an event.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import graph_pb2
@@ -72,7 +73,7 @@ class GraphWrites:
         checked.finish()
         vertex_outcomes = vertices.write(checked)
         sample_outcomes = [rows.write_sample(sample) for sample in request.samples]
-        draft.at_commit.append(lambda: self._count_late(scope.num_late))
+        draft.at_commit.append(partial(self._count_late, scope.num_late))
         return pb.WriteGraphResponse(
             vertex_outcomes=[_OUTCOMES[outcome] for outcome in vertex_outcomes],
             sample_outcomes=[_OUTCOMES[outcome] for outcome in sample_outcomes],

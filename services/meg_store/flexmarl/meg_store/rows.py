@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from flexmarl.api.common.v1 import common_pb2
@@ -99,7 +100,7 @@ class Rows:
             self._draft.delete(Table.MARKS, claim)
         if not self._followed:
             self._followed = True
-            self._draft.after_ack.append(lambda: self._claims.applied(self._draft.batch))
+            self._draft.after_ack.append(partial(self._claims.applied, self._draft.batch))
 
     def owner(self, vertex_id: str) -> str | None:
         """Micro-batch whose record names the row."""

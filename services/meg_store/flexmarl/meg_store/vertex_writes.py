@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from functools import partial
 from typing import Final
 
 from flexmarl.api.meg_store.v1 import graph_pb2
@@ -101,7 +102,7 @@ class VertexWrites:
         self._draft.put_many(Table.ROWS, self._rows)
         self._draft.put_many(Table.PAYLOADS, self._payloads)
         accepted = list(self._edges)
-        self._draft.at_commit.append(lambda: self._recent.add(self._run_id, accepted))
+        self._draft.at_commit.append(partial(self._recent.add, self._run_id, accepted))
         return outcomes
 
     def _takes_all(self, checked: CheckedVertices, stored: Sequence[bytes | None]) -> bool:

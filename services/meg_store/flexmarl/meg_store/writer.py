@@ -89,6 +89,7 @@ class Writer:
                 return
             self.num_groups += 1
             self._loop.call_soon_threadsafe(_acknowledge, group)
+            del group  # its rows are freed when it is acknowledged, not when the next one comes
 
     def _take(self) -> tuple[list[Job], bool]:
         job = self._queue.get()
