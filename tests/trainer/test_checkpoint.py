@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +105,78 @@ async def test_a_crash_in_the_middle_keeps_what_was_there(
         await write(9)
     await write(1)
     assert list(checkpoints_in(tmp_path)) == [1]
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from flexmarl.client.checkpoints import write_checkpoint
+from flexmarl.client.store import StoreClient
+from flexmarl.core.checkpoints import CheckpointRule
+
+address, run_id, folder, cache, left = *sys.argv[1:5], int(sys.argv[5])
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+def count(event, args):
+    global left
+    writes = event == "open" and isinstance(args[1], str) and "w" in args[1]
+    if (writes or event in CHANGES) and folder in str(args[0]) or event == "shutil.rmtree":
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+
+async def main():
+    async with StoreClient.connect(address) as store:
+        sys.addaudithook(count)
+        await write_checkpoint(store, run_id, 1, policies=["p"], folder=Path(folder),
+            cache_dir=Path(cache), rule=CheckpointRule(every=1, keep=1))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_kill_before_any_change_of_the_folder_leaves_a_whole_checkpoint(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Also with one kept: the older one goes when the newer is whole, and not a step before."""
+    run = await trained(cluster, tiny_model)
+
+    async def write(version: int, folder: Path) -> dict[str, bytes]:
+        place = await write_checkpoint(
+            cluster.store,
+            run.run_id,
+            version,
+            policies=["p"],
+            folder=folder,
+            cache_dir=tmp_path / "cache",
+            rule=CheckpointRule(every=1, keep=1),
+        )
+        return contents(place)
+
+    whole = {version: await write(version, tmp_path / str(version)) for version in (0, 1)}
+    ends, kept = [], set[tuple[int, ...]]()
+    while 0 not in ends:
+        folder = tmp_path / f"killed-{len(ends)}"
+        shutil.copytree(tmp_path / "0", folder)
+        arguments = (cluster.store.address, run.run_id, folder, tmp_path / "cache", len(ends))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, *map(str, arguments)
+        )
+        ends.append(await process.wait())
+        found = checkpoints_in(folder)
+        assert found, len(ends)
+        for version, place in found.items():
+            assert contents(place) == whole[version]
+        kept.add(tuple(found))
+        assert await write(1, folder) == whole[1]
+        assert left(folder) == ["v0000001"]
+    assert set(ends[:-1]) == {-signal.SIGKILL}
+    assert kept == {(0,), (0, 1), (1,)}
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file()
+    }
