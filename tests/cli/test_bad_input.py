@@ -153,6 +153,23 @@ def test_a_model_with_a_broken_tokenizer(run_files, refused):
     assert "tokenizer.json has no model" in refused()
 
 
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": {"vocab": {"a": 0, "b": 8}}},
+        {"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 9}},
+    ],
+)
+def test_a_tokenizer_with_tokens_that_the_model_does_not_know(run_files, refused, tokenizer):
+    (run_files.model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (run_files.model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "text_config": {"vocab_size": 8}})
+    )
+    said = refused()
+    assert "tokenizer.json has 9 tokens" in said
+    assert "a vocabulary of 8" in said
+
+
 def test_no_model_folder(run_files, refused):
     said = refused("--set", "policies.solver.model.path=nowhere")
     assert "policies.solver.model.path: no folder" in said

@@ -18,8 +18,8 @@ def check_models(config: RunConfig) -> None:
 
     Raises:
         CliError: A folder is missing, is no Hugging Face model folder, has no tokenizer or no
-            weights, leaves no room for an agent's response, or has no chat template for an agent
-            that chats.
+            weights, has tokens that its model does not know, leaves no room for an agent's
+            response, or has no chat template for an agent that chats.
     """
     for name, policy in config.policies.items():
         _check_model(f"policies.{name}.model.path", policy)
@@ -47,15 +47,38 @@ def _check_model(key: str, policy: PolicyConfig) -> None:
             raise CliError(
                 f"{key}: {folder} has no {file}; give a Hugging Face folder with its {what}"
             )
-    _config_of(folder, key)
-    if "model" not in _read_json(folder / "tokenizer.json", key):
+    config = _config_of(folder, key)
+    tokenizer = _read_json(folder / "tokenizer.json", key).get("model")
+    if not isinstance(tokenizer, dict):
         raise CliError(f"{key}: {folder}/tokenizer.json has no model; give a fast tokenizer's file")
+    # Tokens that were added by name may be beyond: some models have one for padding that is not
+    # used. Those of ordinary text would fail the first prompt that they come in.
+    num_tokens, vocab_size = _num_tokens(tokenizer), _vocab_size(config)
+    if vocab_size is not None and num_tokens > vocab_size:
+        raise CliError(
+            f"{key}: {folder}/tokenizer.json has {num_tokens} tokens, and config.json a vocabulary "
+            f"of {vocab_size}; give the tokenizer that the model was made with"
+        )
     needs_weights = policy.model.init == "pretrained" and policy.rollout.engine != "external"
     if needs_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise CliError(
             f"{key}: {folder} has no weights (*.safetensors); add them, or set "
             'model.init = "random" to start from drawn ones'
         )
+
+
+def _num_tokens(tokenizer: dict[str, Any]) -> int:
+    """One more than the largest token of ordinary text."""
+    vocab = tokenizer.get("vocab")
+    if isinstance(vocab, dict):
+        return 1 + max((token for token in vocab.values() if isinstance(token, int)), default=-1)
+    return len(vocab) if isinstance(vocab, list) else 0
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    text = config.get("text_config")
+    size = {**config, **(text if isinstance(text, dict) else {})}.get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _has_chat_template(folder: Path) -> bool:
