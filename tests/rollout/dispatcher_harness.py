@@ -113,6 +113,7 @@ class HostStandIn:
         loads: Weight orders that came.
         aborts: Attempts that were aborted.
         stored: Attempts that were acknowledged.
+        specs: Instances of the newest plan, by id.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class HostStandIn:
         self.statuses: dict[str, eng.InstanceStatus] = {}
         self.unacked: dict[str, eng.GenerateResult] = {}
         self.in_hand: dict[str, eng.GenerateRequest] = {}  # running, or ended and not acknowledged
+        self.specs: dict[str, eng.InstanceSpec] = {}
         self.run_id = ""
         self.mislabel: dict[str, Any] = {}
         self.drop_stored = False
@@ -196,7 +198,7 @@ class HostStandIn:
         reply = eng.ConnectEngineHostRequest()
         if message.HasField("plan"):
             self.run_id = message.plan.run_id
-            wanted = {spec.instance_id: spec for spec in message.plan.instances}
+            self.specs = wanted = {spec.instance_id: spec for spec in message.plan.instances}
             self.statuses = {k: v for k, v in self.statuses.items() if k in wanted}
             for name, spec in wanted.items():
                 if name not in self.statuses:

@@ -237,6 +237,51 @@ async def test_fewer_places_than_policies_are_refused(make, tmp_path):
         assert "2 policies (p, q)" in info.value.message
 
 
+OWN = {
+    "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    "kind": "frozen",
+    "rollout": {
+        "engine": "vllm", "instances": 2, "dtype": "bfloat16", "max_context": 48,
+        "max_concurrency": 3, "kv_cache_bytes": 1 << 26,
+        "vllm": {"tensor_parallel_size": 2, "seeded": False, "args": ["--seed", "1"]},
+    },
+}  # fmt: skip
+OWN_AGENT = {
+    "policy": "p", "prompt": "{text}>", "max_tokens": 7, "stop": ["x"], "stop_token_ids": [3],
+    "structured": {"json_schema": "{}"},
+}  # fmt: skip
+
+
+async def test_instances_and_calls_are_as_their_policy_says(make, tmp_path):
+    agents = {"plan": OWN_AGENT, "work": AGENTS["work"]}
+    async with make(agents=agents, policies={"p": OWN}) as cluster:
+        await opened(cluster, tmp_path)
+        (sample_id,) = await cluster.admit(0)
+        await cluster.until_ended()
+        assert (await cluster.samples())[sample_id].status == DONE
+        host = cluster.hosts[0]
+        assert host.specs.keys() == {"p-0", "p-1", "q-0"}
+        spec, other = host.specs["p-0"], host.specs["q-0"]
+        assert (spec.engine, spec.dtype, spec.max_context) == ("vllm", "bfloat16", 48)
+        assert (spec.max_concurrency, spec.options.kv_cache_bytes) == (3, 1 << 26)
+        vllm = spec.options.vllm
+        assert (vllm.tensor_parallel_size, vllm.seeded) == (2, False)
+        assert (vllm.enforce_eager, list(vllm.args)) == (True, ["--seed", "1"])
+        assert (other.engine, other.dtype, other.max_context) == ("transformers", "float32", 0)
+        assert not other.options.HasField("vllm")
+        by_policy = {request.policy: request.sampling for request in host.requests}
+        drawn, plain = by_policy["p"], by_policy["q"]
+        assert drawn.temperature == pytest.approx(0.7)
+        assert (drawn.top_p, drawn.min_p) == pytest.approx((0.9, 0.1))
+        assert (drawn.top_k, drawn.max_tokens) == (5, 7)
+        assert list(drawn.stop) == ["x"]
+        assert 3 in drawn.stop_token_ids
+        assert drawn.structured.json_schema == "{}"
+        assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (1.0, 1.0, 0, 0.0)
+        assert not plain.stop
+        assert not plain.HasField("structured")
+
+
 async def test_older_terms_and_other_runs_are_refused(make, tmp_path):
     async with make() as cluster:
         await opened(cluster, tmp_path)
