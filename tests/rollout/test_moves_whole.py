@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rollout.worker_harness import EOS, run_config, write_model, write_team
 from transformers import LlamaConfig
 
 from flexmarl.api.common.v1 import common_pb2
+from flexmarl.runtime.run_config import RunConfig
 
 TEAM = """
 async def team(ctx, query):
@@ -41,14 +43,18 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-async def tokens_of(cluster: Cluster, folder: Path) -> tuple[dict[str, list[int]], int, int]:
+async def tokens_of(
+    cluster: Cluster, folder: Path, *, meanwhile: Callable[[Cluster], Awaitable[None]] | None = None
+) -> tuple[dict[str, list[int]], int, int]:
     """Runs a batch; returns all tokens by vertex, the moves, and the vertices with boundaries."""
     await cluster.create_run(folder / "data.jsonl")
     await cluster.open()
     manifest = await publish(cluster, 0)
     await cluster.rollout.activate_version(cluster.run_id, manifest, term=cluster.term)
     await cluster.until(lambda s: s.ready, timeout_s=90)
-    ids = await cluster.admit(0, groups=8, samples=2)
+    ids = await cluster.admit(0, groups=16, samples=2)
+    if meanwhile is not None:
+        await meanwhile(cluster)
     status = await cluster.until_ended(timeout_s=60)
     assert {s.status for s in (await cluster.samples()).values()} == {common_pb2.SAMPLE_STATUS_DONE}
     tokens, parted = {}, 0
@@ -65,35 +71,43 @@ async def tokens_of(cluster: Cluster, folder: Path) -> tuple[dict[str, list[int]
     return tokens, int(status.counters.get("moves", 0)), parted
 
 
+# Double precision: a draw falls on the border between two tokens once in 10^15.
+ROLLOUT = {"instances": 2, "max_concurrency": 4, "dtype": "float64"}
+STILL = {"rule": "off"}
+OFTEN = {
+    "rule": "queue_gap", "queue_gap": 0, "confirm": 1, "residence_s": 0, "interval_s": 0.02,
+}  # fmt: skip
+
+
+async def start_host(folder: Path, services: Services, name: str) -> Service:
+    host = Service(
+        "flexmarl.rollout", folder / name, "role=engine-host", f"host_id={name}",
+        f"data_dir={folder / name / 'data'}", f"dispatcher={services.rollout.address}",
+    )  # fmt: skip
+    return await host.start()
+
+
+def build(folder: Path, balance: dict[str, object]) -> RunConfig:
+    return run_config(
+        model_folder(folder / "model"), write_team(folder / "package", TEAM), agents=AGENTS,
+        rollout={"balance": balance}, policies={name: {"rollout": ROLLOUT} for name in "pq"},
+    )  # fmt: skip
+
+
 @pytest.mark.real
 @pytest.mark.timeout(150)
 async def test_tokens_are_the_same_with_and_without_moves(tmp_path):
-    services = Services(tmp_path)
-    host = Service("flexmarl.rollout", tmp_path / "host")
-    package = write_team(tmp_path / "package", TEAM)
-    model = model_folder(tmp_path / "model")
-    # Double precision: a draw falls on the border between two tokens once in 10^15.
-    rollout = {"instances": 2, "max_concurrency": 4, "dtype": "float64"}
-    often = {
-        "rule": "queue_gap", "queue_gap": 0, "confirm": 1, "residence_s": 0, "interval_s": 0.02,
-    }  # fmt: skip
+    services, hosts = Services(tmp_path), []
     seen = []
     try:
         await services.revive()
-        host.sets = (
-            "role=engine-host", f"data_dir={tmp_path / 'host/data'}",
-            f"dispatcher={services.rollout.address}",
-        )  # fmt: skip
-        await host.start()
-        for balance in ({"rule": "off"}, often):
-            config = run_config(
-                model, package, agents=AGENTS, rollout={"balance": balance},
-                policies={name: {"rollout": rollout} for name in "pq"},
-            )  # fmt: skip
-            async with Cluster(services, config) as cluster:
+        hosts.append(await start_host(tmp_path, services, "host"))
+        for balance in (STILL, OFTEN):
+            async with Cluster(services, build(tmp_path, balance)) as cluster:
                 seen.append(await tokens_of(cluster, tmp_path))
     finally:
-        host.stop()
+        for host in hosts:
+            host.stop()
         services.stop()
     (still, no_moves, none_parted), (moved, moves, parted) = seen
     assert (no_moves, none_parted) == (0, 0)
@@ -101,3 +115,31 @@ async def test_tokens_are_the_same_with_and_without_moves(tmp_path):
     assert moved == still
     log = (tmp_path / "rollout/log.jsonl").read_text().splitlines()
     assert len([x for x in map(json.loads, log) if x["event"] == "instance_moves"]) == moves
+
+
+@pytest.mark.real
+@pytest.mark.timeout(150)
+async def test_tokens_are_the_same_when_a_host_dies_while_instances_move(tmp_path):
+    """What was kept of a request may be lost with its host: it starts again, from nothing."""
+    services, hosts = Services(tmp_path, host_grace_s=1.0), []
+    seen = []
+
+    async def kill_one(cluster: Cluster) -> None:
+        await cluster.until(lambda s: s.counters["handed_over_tokens"] > 0)
+        hosts[0].kill()
+        assert (await cluster.status()).num_open_samples > 8
+        await hosts[0].start()
+
+    try:
+        await services.revive()
+        for name in ("host-a", "host-b"):
+            hosts.append(await start_host(tmp_path, services, name))
+        for balance, meanwhile in ((STILL, None), (OFTEN, kill_one)):
+            async with Cluster(services, build(tmp_path, balance)) as cluster:
+                seen.append(await tokens_of(cluster, tmp_path, meanwhile=meanwhile))
+    finally:
+        for host in hosts:
+            host.stop()
+        services.stop()
+    (still, _, _), (moved, _, _) = seen
+    assert moved == still
