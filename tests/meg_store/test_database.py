@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store.backend import Batch, Table
 from flexmarl.meg_store.database import Database, DatabaseConfig
@@ -52,8 +54,14 @@ async def gated(**config):
 
 
 def write(database: Database, key: bytes, value: bytes, **options) -> asyncio.Task[None]:
+    return write_to(database, Table.META, key, value, **options)
+
+
+def write_to(
+    database: Database, table: Table, key: bytes, value: bytes, **options
+) -> asyncio.Task[None]:
     draft = database.begin()
-    draft.put(Table.META, key, value)
+    draft.put(table, key, value)
     return asyncio.ensure_future(database.commit(draft, **options))
 
 
@@ -81,6 +89,31 @@ async def test_decisions_see_queued_writes_readers_do_not():
         await asyncio.gather(first, second)
         assert database.get(Table.META, b"a") is None
         assert not any(database._pending)
+
+
+@pytest.mark.parametrize("size", [0, LARGE_BYTES])
+async def test_a_call_is_told_from_another_under_its_id(size):
+    async with gated() as (database, backend, _):
+        backend.gate.set()
+        first = bytes(size) + b"a"
+        answered = await database.mutate("r", "id", first, answer(7))
+        assert await database.mutate("r", "id", first, answer(8)) == answered
+        for other in (bytes(size) + b"b", bytes(size) + b"\0a", b"a" + bytes(size + 1)):
+            with pytest.raises(DomainError) as caught:
+                await database.mutate("r", "id", other, answer(9))
+            assert caught.value.reason is ErrorReason.REQUEST_ID_REUSED
+
+
+async def test_a_large_call_that_an_earlier_version_answered_is_known():
+    async with gated() as (database, backend, _):
+        backend.gate.set()
+        call = bytes(LARGE_BYTES)
+        key = keys.join("id", "r", "id")
+        answered = answer(7)(database.begin()).SerializeToString()
+        await write_to(database, Table.REQUESTS, key, hashlib.sha256(call).digest()[:16] + answered)
+        assert await database.mutate("r", "id", call, answer(8)) == answered
+        with pytest.raises(DomainError, match="REQUEST_ID_REUSED"):
+            await database.mutate("r", "id", call + b"x", answer(9))
 
 
 async def test_writes_that_wait_share_one_flush():
