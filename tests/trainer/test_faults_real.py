@@ -244,6 +244,23 @@ async def test_ranks_of_which_one_pass_does_not_fit_are_bound_again_with_smaller
     assert (await run.compute(record)).counts.num_rows == 24
 
 
+async def test_state_that_does_not_fit_a_slot_is_refused_and_more_slots_mend_it(
+    four: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Half of the state fits; nothing stays bound, and the slots are as good as before."""
+    run = await make_run(four, tiny_model)
+    await run.bind("p", ["slot0"])
+    size = next(slot.state_bytes for slot in (await four.trainer.get_status()).slots if slot.policy)
+    async with start_cluster(tmp_path, slots=2, arena_bytes=0, max_arena_bytes=size - 64) as small:
+        run = await small.make_run({"p": {}}, {"p": tiny_model})
+        with fails(ErrorReason.OUT_OF_MEMORY, match=r"max_arena_bytes allows .* more slots"):
+            await run.bind("p", ["slot0"])
+        assert {slot.policy for slot in (await small.trainer.get_status()).slots} == {""}
+        await run.bind("p", ["slot1", "slot0"])
+        assert (await run.suspend("p")).state.version == 0
+        await small.close_runs()
+
+
 async def test_cold_workers_are_fresh_after_each_binding_and_train_the_same(
     started: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from trainer.harness import Policy, Ranks, flat, make_rows, policy_config, saved, write_model
 
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.process_groups import SECOND_HAND
+from flexmarl.trainer.rank.memory import DeviceMemory
 from scripts.peak_memory import own_bytes
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -62,6 +64,21 @@ def prefetch_of(state: dict[str, rank_pb2.MappedSegment]) -> rank_pb2.RankPrefet
         ),
         segments=list(state.values()),
     )
+
+
+async def test_a_policy_that_needs_more_memory_than_is_allowed_is_refused_with_both_sizes() -> None:
+    memory = DeviceMemory(size_bytes=4096, max_bytes=8192, device=torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(
+            DomainError, match=r"needs 12288 bytes .* allows 8192; .*slots"
+        ) as caught:
+            memory.take(12_288)
+        assert caught.value.reason is ErrorReason.OUT_OF_MEMORY
+        assert memory.used_bytes == 0
+        room = memory.take(8192)
+        assert room is not None
+        assert memory.take(64) is None  # what is in use is not moved
+        memory.leave(room, None)
 
 
 @pytest.mark.parametrize("cycles", [8, pytest.param(200, marks=pytest.mark.long)])
