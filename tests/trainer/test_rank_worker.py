@@ -173,6 +173,43 @@ async def test_the_step_is_adamw_on_the_mean_clipped_gradient(
 
 
 @MEMBERS
+async def test_a_gradient_whose_squares_are_beyond_float32_is_clipped_as_any_other(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    config = policy_config(tiny_model, optimizer={"kind": "adamw", "lr": 0.01})
+    ends = []
+    for factor in (1.0, 1e30):
+        policy = Policy(ranks, config, tiny_model, members)
+        await policy.bind()
+        await policy.add([replace(row, advantage=factor * row.advantage) for row in make_rows(8)])
+        targets, written = await policy.apply(1e-3)
+        assert 10 * factor < written.metrics["grad_norm"] < math.inf
+        ends.append(flat(targets["master"]))
+    assert np.allclose(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+@MEMBERS
+async def test_a_sum_that_overflows_is_refused_and_published_nowhere(
+    ranks: Ranks, tiny_model: Path, members: list[int]
+) -> None:
+    policy = Policy(ranks, policy_config(tiny_model), tiny_model, members)
+    await policy.bind()
+    state = await policy.export("master", "moments")
+    huge = [replace(row, advantage=2e31 * row.advantage) for row in make_rows(8)]
+    await policy.add(huge)
+    gradients = (await policy.export("gradients"))["gradients"]
+    values = np.fromfile(gradients.path, "<f4")  # as if it had grown to the largest that there are
+    np.copysign(np.finfo("<f4").max, values).tofile(gradients.path)
+    await policy.bind(saved(*state.values(), gradients))
+    assert (await policy.add(huge))[0].finite
+    with pytest.raises(DomainError, match="those of its micro-batches are not") as caught:
+        await policy.apply(1.0)
+    assert caught.value.reason is ErrorReason.NON_FINITE
+    await policy.bind(saved(*state.values()))
+    assert np.array_equal(flat((await policy.export("master"))["master"]), flat(state["master"]))
+
+
+@MEMBERS
 async def test_updates_go_on_after_a_resume_as_if_nothing_had_been(
     ranks: Ranks, tiny_model: Path, members: list[int]
 ) -> None:

@@ -53,6 +53,7 @@ FATAL_REASONS = frozenset(
         "DISK_FULL",
         "UNAVAILABLE",
         "LOSS_RAISED",
+        "NON_FINITE",
         "WORKFLOW_IMPORT_FAILED",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,9 @@ def global_norm(
     """Returns the Euclidean norm over all ranks' shards (collective), summed in float64."""
     present = [tensor for tensor in tensors if tensor.numel()]
     norms = torch._foreach_norm(present, 2.0) if present else []
+    if norms and not bool(torch.isfinite(torch.stack(norms)).all()):
+        # Squares of finite numbers may be beyond float32; a clip by an infinite norm would leave 0.
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in present]
     squared = torch.zeros(1, dtype=torch.float64, device=device)
     if norms:
         squared += torch.stack([norm.double() for norm in norms]).square().sum()
@@ -47,12 +51,19 @@ def step(
         Gradient norm before clipping, the factor of the clip, and the learning rate.
 
     Raises:
-        DomainError: NOT_BUILT when the optimizer's library is missing.
+        DomainError: NON_FINITE on all ranks when the sum of finite gradients is not; NOT_BUILT
+            when the optimizer's library is missing.
     """
     total = state.total
     assert total is not None, "a step needs a sum"
     torch._foreach_mul_(total, 1.0 / denominator)
     norm = global_norm(total, group=group, device=device)
+    if not math.isfinite(norm):
+        raise DomainError(
+            ErrorReason.NON_FINITE,
+            "the batch's gradient is beyond its dtype although those of its micro-batches are not: "
+            "look at rewards, advantages and loss coefficients",
+        )
     clip = min(1.0, config.max_grad_norm / norm) if norm > 0 else 1.0
     if clip < 1.0:
         torch._foreach_mul_(total, clip)
