@@ -21,7 +21,7 @@ def global_norm(
 ) -> float:
     """Returns the Euclidean norm over all ranks' shards (collective), summed in float64."""
     present = [tensor for tensor in tensors if tensor.numel()]
-    norms = torch._foreach_norm(present, 2.0) if present else []
+    norms = list(torch._foreach_norm(present, 2.0)) if present else []
     if norms and not bool(torch.isfinite(torch.stack(norms)).all()):
         # Squares of finite numbers may be beyond float32; a clip by an infinite norm would leave 0.
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in present]
