@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from flexmarl.core.ledger import Counts, Ledger, Presence, check_apply
-from flexmarl.core.passes import plan_passes
+from flexmarl.core.passes import Tile, cut_tiles, plan_passes
 from flexmarl.core.schedules import Decay, RateSchedule
 
 
@@ -93,3 +93,20 @@ def test_dr_grpo_divides_by_rows_times_the_configured_limit() -> None:
     counts = Counts(num_rows=2, num_tokens=4)
     assert counts.denominator("dr_grpo", response_limit=3) == 6.0
     assert counts.denominator("seq_mean_token_sum", response_limit=3) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row_ends", "max_tokens", "expected"),
+    [
+        ((1,), 4, [Tile(0, 1, 0, 1)]),
+        ((2, 4), 4, [Tile(0, 2, 0, 4)]),
+        ((2, 4, 5), 4, [Tile(0, 2, 0, 4), Tile(2, 1, 4, 5)]),
+        ((9, 10), 4, [Tile(0, 1, 0, 9), Tile(1, 1, 9, 10)]),
+        ((1, 9, 10), 4, [Tile(0, 1, 0, 1), Tile(1, 1, 1, 9), Tile(2, 1, 9, 10)]),
+        ((0, 3, 3, 6), 4, [Tile(0, 3, 0, 3), Tile(3, 1, 3, 6)]),
+    ],
+)
+def test_tiles_are_whole_rows_within_the_bound(
+    row_ends: tuple[int, ...], max_tokens: int, expected: list[Tile]
+) -> None:
+    assert list(cut_tiles(row_ends, max_tokens=max_tokens)) == expected

@@ -256,7 +256,7 @@ async def test_a_larger_model_is_sharded_by_layer_and_scored_in_chunks(
     ranks: Ranks, tmp_path: Path, members: list[int]
 ) -> None:
     """Large enough for a unit per layer, and a vocabulary of several chunks of logits."""
-    vocab = 300_000
+    vocab = 1_000_000
     model = write_model(tmp_path / "m", vocab_size=vocab, hidden_size=16, initializer_range=0.1)
     rows = make_rows(8, seed=5, vocab=vocab)
     assert sum(len(row.response) for row in rows) > LOGITS_PER_CHUNK // vocab

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are dealt to ranks and cut into forward passes.
+"""How the rows of a micro-batch are dealt to ranks, and cut into forward passes and tiles of them.
 
 Every rank runs the same number of passes, because each pass holds collectives: an unequal number
 hangs the group. A rank without rows left gets an empty pass, which it runs with weight 0.
@@ -7,6 +7,7 @@ hangs the group. A rank without rows left gets an empty pass, which it runs with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Pass = tuple[int, ...]
 """Indexes of the rows of one pass; empty means a pass of weight 0."""
@@ -47,3 +48,36 @@ def _cut(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[P
     if current:
         passes.append(tuple(current))
     return passes
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some consecutive rows of a pass whose scored tokens are dealt with together.
+
+    Attributes:
+        first_row: Number of its first row in the pass.
+        num_rows: Rows.
+        start: First of its scored tokens in the pass.
+        end: Behind its last one.
+    """
+
+    first_row: int
+    num_rows: int
+    start: int
+    end: int
+
+
+def cut_tiles(row_ends: Sequence[int], *, max_tokens: int) -> tuple[Tile, ...]:
+    """Returns the tiles of a pass, in order: as many whole rows as fit, and at least one.
+
+    Args:
+        row_ends: Where each row's scored tokens end.
+        max_tokens: Most tokens of a tile of more than one row.
+    """
+    tiles = []
+    first = start = 0
+    for row, end in enumerate((*row_ends[1:], None), 1):
+        if end is None or end - start > max_tokens:
+            tiles.append(Tile(first, row - first, start, row_ends[row - 1]))
+            first, start = row, row_ends[row - 1]
+    return tuple(tiles)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ from flexmarl.trainer.rank.construct import build_empty
 from flexmarl.trainer.rank.last_layer import cut_last_layer
 from flexmarl.trainer.rank.lora import Base, add_adapter
 from flexmarl.trainer.rank.precision import keep_float64
-from flexmarl.trainer.rank.scoring import score
+from flexmarl.trainer.rank.scoring import Scored, TileLoss, score, scored_loss
+
+T = TypeVar("T")
 
 ONE_UNIT_BELOW: Final = 1 << 22
 """Models with fewer parameters are sharded as one unit, not layer by layer."""
@@ -38,6 +40,7 @@ class PassInputs:
         scored: Tokens whose hidden state predicts a sampled one, int64 [scored].
         targets: The sampled tokens, int64 [scored].
         temperatures: Sampling temperature of each one's row [scored].
+        row_ends: Where each row's scored tokens end.
     """
 
     tokens: torch.Tensor
@@ -46,6 +49,7 @@ class PassInputs:
     scored: torch.Tensor
     targets: torch.Tensor
     temperatures: torch.Tensor
+    row_ends: tuple[int, ...]
 
 
 class ScoringModel(nn.Module):
@@ -71,8 +75,20 @@ class ScoringModel(nn.Module):
         self.base = base
         self._scored_only = cut_last_layer(_layers(lm))
 
-    def forward(self, inputs: PassInputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (log-probabilities, entropies) [scored]; entropies carry a gradient if asked."""
+    def score(self, inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (log-probabilities, entropies) [scored], without a gradient."""
+        with torch.no_grad():
+            scores: tuple[torch.Tensor, torch.Tensor] = self(inputs, score)
+        return scores
+
+    def loss(self, inputs: PassInputs, loss: TileLoss, *, entropy: bool) -> torch.Tensor:
+        """Returns the sum of a loss over the pass; see `scored_loss`."""
+        read = partial(scored_loss, loss=loss, row_ends=inputs.row_ends, entropy=entropy)
+        total: torch.Tensor = self(inputs, read)
+        return total
+
+    def forward(self, inputs: PassInputs, read: Callable[[Scored], T]) -> T:
+        """Returns what `read` makes of the scored tokens at the output head."""
         hidden = self.lm.base_model(
             input_ids=inputs.tokens,
             position_ids=inputs.positions,
@@ -81,14 +97,15 @@ class ScoringModel(nn.Module):
             **({"scored": inputs.scored} if self._scored_only else {}),
         ).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
-        return score(
-            hidden if self._scored_only else hidden[inputs.scored],
-            weight=head.weight,
-            bias=head.bias,
-            targets=inputs.targets,
-            temperatures=inputs.temperatures,
-            dtype=self.score_dtype,
-            entropy=entropy,
+        return read(
+            Scored(
+                hidden=hidden if self._scored_only else hidden[inputs.scored],
+                weight=head.weight,
+                bias=head.bias,
+                targets=inputs.targets,
+                temperatures=inputs.temperatures,
+                dtype=self.score_dtype,
+            )
         )
 
     def forget_gathered(self) -> None:

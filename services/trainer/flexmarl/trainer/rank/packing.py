@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from flexmarl.api.trainer.v1 import rank_pb2
-from flexmarl.core.passes import Pass
+from flexmarl.core.passes import Pass, Tile
 from flexmarl.trainer.rank.attention import PackedRows
+from flexmarl.trainer.rank.losses.total import LossInputs
 from flexmarl.trainer.rank.model import PassInputs
 
 
@@ -96,6 +97,35 @@ class PassColumns:
     num_rows: int
     num_tokens: int
 
+    def loss_inputs(
+        self,
+        tile: Tile,
+        *,
+        current: torch.Tensor,
+        entropy: torch.Tensor,
+        reference: torch.Tensor | None,
+    ) -> LossInputs:
+        """Returns what a loss reads of some rows, as if there were no others.
+
+        Args:
+            tile: The rows.
+            current: Log-probabilities of their tokens under the weights being trained.
+            entropy: Entropies of the same.
+            reference: Log-probabilities of all the pass's tokens under the reference.
+        """
+        part = slice(tile.start, tile.end)
+        return LossInputs(
+            current=current,
+            entropy=entropy,
+            behaviour=self.behaviour[part],
+            reference=None if reference is None else reference[part],
+            advantage=self.advantage[part],
+            row=self.row[part] - tile.first_row,
+            row_tokens=self.row_tokens[part],
+            mask=self.mask[part],
+            num_rows=tile.num_rows,
+        )
+
 
 def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
     """Builds the tensors of one pass.
@@ -136,6 +166,7 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
             scored=tensor(scored),
             targets=tensor(targets),
             temperatures=tensor(rows.temperatures[index][row_of]),
+            row_ends=tuple(np.cumsum(row_tokens, dtype=np.int64).tolist()),
         ),
         behaviour=tensor(rows.logprobs[source]),
         advantage=tensor(advantages),
@@ -167,6 +198,7 @@ def _empty_pass(device: torch.device) -> PassColumns:
             scored=zero,
             targets=zero,
             temperatures=torch.ones(1, dtype=torch.float64, device=device),
+            row_ends=(1,),
         ),
         behaviour=value,
         advantage=value,

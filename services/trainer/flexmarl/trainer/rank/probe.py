@@ -28,7 +28,6 @@ def probe_logprobs(model: ScoringModel, *, device: torch.device) -> list[float]:
     inputs = make_pass(rows, (0,), device=device).inputs
     # What is gathered is of before the update, and what this pass gathers of before the next.
     model.forget_gathered()
-    with torch.no_grad():
-        chosen, _ = model(inputs, entropy=False)
+    chosen, _ = model.score(inputs)
     model.forget_gathered()
     return [float(logprob) for logprob in chosen]

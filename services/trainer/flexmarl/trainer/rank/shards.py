@@ -132,6 +132,8 @@ class ShardedState:
             prefix: self._views("moments", number) for number, prefix in enumerate(block.moments)
         }
         self.total: list[torch.Tensor] | None = None
+        self._fresh: torch.Tensor | None = None
+        (self._dtype,) = {DTYPES[piece.dtype] for piece in block.pieces}
 
     def size_bytes(self) -> int:
         """Bytes of weights, moments and sum on this rank."""
@@ -193,40 +195,48 @@ class ShardedState:
         """Gives the parameters gradients of zero, in one piece of memory, for passes to add to.
 
         Gradients that the backward makes one by one come to lie between activations, and keep the
-        memory of those from being given back.
+        memory of those from being given back. This piece is kept for the next micro-batch.
         """
-        memory = torch.zeros(self._block.size_bytes, dtype=torch.uint8, device=self._memory.device)
+        if self._fresh is None:
+            size_bytes, device = self._block.size_bytes, self._memory.device
+            self._fresh = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._fresh.zero_()
         for shard in self.shards:
             parameter = shard.parameter
             assert isinstance(parameter, DTensor), "it is sharded"
-            local = _view(memory, shard.piece.offset, shard.piece, shard.piece.rows)
+            local = _view(self._fresh, shard.piece.offset, shard.piece, shard.piece.rows)
             # `DTensor.from_local` is an operation of autograd, at a tenth of a millisecond each.
             parameter.grad = DTensor(  # type: ignore[no-untyped-call]
                 local, parameter._spec, requires_grad=False
             )
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Takes this rank's gradients off the parameters."""
-        taken = []
-        for shard in self.shards:
-            gradient = shard.parameter.grad
-            assert isinstance(gradient, DTensor), "a micro-batch begins with gradients of zero"
-            taken.append(gradient._local_tensor)
-            shard.parameter.grad = None
-        return taken
+    def gradients(self) -> torch.Tensor:
+        """Takes this rank's gradients off the parameters; all of them, flat.
+
+        They are there until the next micro-batch begins.
+        """
+        assert self._fresh is not None, "a micro-batch begins with gradients of zero"
+        self._detach()
+        return self._fresh.view(self._dtype)
 
     def drop_gradients(self) -> None:
-        """Frees gradients that are on the parameters."""
+        """Frees gradients that are on the parameters, and the memory for more."""
+        self._detach()
+        self._fresh = None
+
+    def add(self, gradients: torch.Tensor) -> None:
+        """Adds a whole micro-batch's gradient, flat, to the sum."""
+        total = self.flat("gradients").view(self._dtype)
+        if self.total is not None:
+            total.add_(gradients)
+            return
+        total.copy_(gradients)
+        self.set_sum()
+
+    def _detach(self) -> None:
         for shard in self.shards:
             shard.parameter.grad = None
-
-    def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Adds a whole micro-batch's gradient to the sum."""
-        if self.total is not None:
-            torch._foreach_add_(self.total, list(gradients))
-            return
-        self.total = self._views("gradients", 0)
-        torch._foreach_copy_(self.total, list(gradients))
 
     def _span(self, kind: str) -> tuple[int, int]:
         """First byte of a kind of state, and how many blocks it has."""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from flexmarl.core.passes import Tile
 from flexmarl.runtime.algorithm_config import LossConfig, OptimizerConfig
 from flexmarl.trainer.rank.attention import PACKED, PackedRows, register
 from flexmarl.trainer.rank.groups import make_group, mesh_of
@@ -50,34 +51,33 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
     state.flat("moments").zero_()
     index = torch.arange(3, device=device)
     values = torch.ones(3, device=device)
+    inputs = PassInputs(
+        tokens=torch.zeros((1, 4), dtype=torch.int64, device=device),
+        positions=torch.arange(4, device=device)[None],
+        rows=PackedRows(count=1, width=4, places=None),
+        scored=index,
+        targets=index,
+        temperatures=values,
+        row_ends=(3,),
+    )
+
+    def loss(_: Tile, current: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        inputs = LossInputs(
+            current=current,
+            entropy=entropy,
+            behaviour=current.detach(),
+            reference=None,
+            advantage=values,
+            row=torch.zeros_like(index),
+            row_tokens=torch.full_like(index, 3),
+            mask=torch.ones(3, dtype=torch.bool, device=device),
+            num_rows=1,
+        )
+        return total_loss(inputs, LossConfig(), Coefficients(entropy=0.1), ppo_clip).total
+
     for _ in range(2):
-        inputs = PassInputs(
-            tokens=torch.zeros((1, 4), dtype=torch.int64, device=device),
-            positions=torch.arange(4, device=device)[None],
-            rows=PackedRows(count=1, width=4, places=None),
-            scored=index,
-            targets=index,
-            temperatures=values,
-        )
-        current, entropy = model(inputs, entropy=True)
-        output = total_loss(
-            LossInputs(
-                current=current,
-                entropy=entropy,
-                behaviour=current.detach(),
-                reference=None,
-                advantage=values,
-                row=torch.zeros_like(index),
-                row_tokens=torch.full_like(index, 3),
-                mask=torch.ones(3, dtype=torch.bool, device=device),
-                num_rows=1,
-            ),
-            LossConfig(),
-            Coefficients(entropy=0.1),
-            ppo_clip,
-        )
         state.begin_gradients()
-        torch.autograd.backward(output.total)
+        torch.autograd.backward(model.loss(inputs, loss, entropy=True))
         state.add(state.gradients())
     step(
         state,

@@ -20,7 +20,7 @@ LOG_RATIO_LIMIT: Final = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInputs:
-    """Sampled tokens of one pass, flattened, whole rows; every tensor has shape [tokens].
+    """Sampled tokens of some whole rows, flattened; every tensor has shape [tokens].
 
     Attributes:
         current: Log-probabilities under the weights being trained; carries the gradient.
@@ -54,7 +54,7 @@ class PolicyInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTerm:
-    """What a policy loss made of a pass.
+    """What a policy loss made of some rows.
 
     Attributes:
         per_token: Loss of each token [tokens]; masked ones are left aside by the caller.

@@ -21,7 +21,7 @@ INSIDE = (0.9, 1.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Sampled tokens of one pass, flattened, whole rows; every tensor has shape [tokens].
+    """Sampled tokens of some whole rows, flattened; every tensor has shape [tokens].
 
     Attributes:
         current: Log-probabilities under the weights being trained; carries the gradient.
