@@ -76,6 +76,13 @@ def test_more_payloads_than_one_call_of_the_system_takes(backend):
     assert content(backend) == written
 
 
+def test_what_is_appended_to_a_mapped_file_is_read(backend):
+    for run in (b"a", b"b", b"c"):
+        write(backend, rows(run))
+        assert len(content(backend)) % NUM_ROWS == 0
+    assert content(backend) == {**rows(b"a"), **rows(b"b"), **rows(b"c")}
+
+
 def test_small_groups_stay_in_their_table(backend, tmp_path):
     write(backend, rows(b"a", count=10))
     assert files(tmp_path / "db") == []
@@ -150,7 +157,7 @@ def test_files_go_with_the_last_row_in_them(tmp_path, monkeypatch):
     backend = RocksBackend(tmp_path)
     for run in (b"a", b"b", b"a", b"c"):
         write(backend, rows(run, count=NUM_ROWS + len(files(tmp_path))))
-    backend.get(Table.PAYLOADS, b"a\0solver\0000")  # it is open
+    backend.get(Table.PAYLOADS, b"a\0solver\0000")  # it is mapped
     batch = Batch()
     batch.deleted_ranges.append((Table.PAYLOADS, b"a\0", b"a\1"))
     backend.write([batch])
@@ -160,9 +167,9 @@ def test_files_go_with_the_last_row_in_them(tmp_path, monkeypatch):
     backend.close()
 
 
-def test_no_more_files_are_open_than_are_allowed(tmp_path, monkeypatch):
+def test_no_more_files_are_mapped_than_are_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(payload_files, "FILE_BYTES", 1)
-    monkeypatch.setattr(payload_files, "_MAX_OPEN", 2)
+    monkeypatch.setattr(payload_files, "_MAX_MAPPED", 2)
     backend = RocksBackend(tmp_path)
     runs = [b"a", b"b", b"c", b"d"]
     for run in runs:
@@ -170,5 +177,5 @@ def test_no_more_files_are_open_than_are_allowed(tmp_path, monkeypatch):
     for run in (*runs, *reversed(runs)):
         key, value = next(iter(rows(run).items()))
         assert backend.get(Table.PAYLOADS, key) == value
-        assert len(backend._payloads._open) <= 2
+        assert len(backend._payloads._maps) <= 2
     backend.close()

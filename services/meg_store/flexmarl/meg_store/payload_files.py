@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-import threading
 from collections.abc import Collection, Sequence
 from itertools import accumulate, repeat
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -26,7 +26,7 @@ _PLACE: Final = struct.Struct(">BIIII")
 _MARK: Final = b"\0"
 """First byte of a place; no message starts with it."""
 
-_MAX_OPEN: Final = 128
+_MAX_MAPPED: Final = 128
 _MAX_PARTS: Final = 1024  # of one call of the system
 
 
@@ -42,8 +42,7 @@ class PayloadFiles:
         self._number = max(map(int, self._names()), default=0)
         self._file = -1
         self._size_bytes = 0
-        self._open: dict[int, int] = {}
-        self._opening = threading.Lock()
+        self._maps: dict[int, mmap] = {}
 
     def append(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Write and sync; returns their places.
@@ -63,19 +62,25 @@ class PayloadFiles:
             map(_PLACE.pack, repeat(0), repeat(self._number), offsets, sizes, map(crc32, payloads))
         )
 
-    def read(self, place: bytes) -> bytes:
-        """The payload at a place.
+    def read(self, places: Sequence[bytes]) -> list[bytes]:
+        """The payloads at places.
 
         Raises:
-            OSError: Its file is gone, or cannot be read.
+            OSError: A file is gone.
             ValueError: What lies there is not what was written.
         """
-        _, number, offset, size, checksum = _PLACE.unpack(place)
-        with self._opening:  # none is closed while it is read
-            payload = os.pread(self._opened(number), size, offset)
-        if len(payload) != size or crc32(payload) != checksum:
-            raise ValueError(f"payload file {number}: the {size} bytes at {offset} are damaged")
-        return payload
+        payloads: list[bytes] = []
+        maps = self._maps
+        for _, number, offset, size, checksum in _PLACE.iter_unpack(b"".join(places)):
+            mapped = maps.get(number)
+            end = offset + size
+            if mapped is None or end > len(mapped):
+                mapped = self._map(number)
+            payload = mapped[offset:end]
+            if crc32(payload) != checksum:
+                raise ValueError(f"payload file {number}: the {size} bytes at {offset} are damaged")
+            payloads.append(payload)
+        return payloads
 
     def copy_to(self, folder: Path) -> None:
         """Link all files into a new folder, or copy them where it is on another disk."""
@@ -97,18 +102,12 @@ class PayloadFiles:
     def remove(self, numbers: Collection[int]) -> None:
         """Remove files that no place names."""
         for number in numbers:
-            with self._opening:
-                file = self._open.pop(number, None)
-                if file is not None:
-                    os.close(file)
+            self._maps.pop(number, None)
             (self._folder / _name(number)).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the files."""
-        with self._opening:
-            for file in self._open.values():
-                os.close(file)
-            self._open.clear()
+        self._maps.clear()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -131,14 +130,15 @@ class PayloadFiles:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
 
-    def _opened(self, number: int) -> int:
-        file = self._open.get(number)
-        if file is None:
-            file = os.open(self._folder / _name(number), os.O_RDONLY)
-            while len(self._open) >= _MAX_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[number] = file
-        return file
+    def _map(self, number: int) -> mmap:
+        """Map a file as long as it is now. What is mapped no more ends with its last reader."""
+        with (self._folder / _name(number)).open("rb") as file:
+            mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
+        self._maps.pop(number, None)
+        while len(self._maps) >= _MAX_MAPPED:
+            self._maps.pop(next(iter(self._maps)))
+        self._maps[number] = mapped
+        return mapped
 
     def _names(self) -> list[str]:
         if not self._folder.is_dir():

@@ -98,7 +98,7 @@ class RocksBackend:
         try:
             value: bytes | None = self._tables[table].get(key)
             if table is Table.PAYLOADS and value and is_place(value):
-                return self._payloads.read(value)
+                (value,) = self._payloads.read((value,))
         except Exception as error:
             raise _damaged(table) from error
         return value
@@ -108,8 +108,7 @@ class RocksBackend:
         try:
             values: list[bytes | None] = self._tables[table].get(list(keys)) or []
             if table is Table.PAYLOADS:
-                read = self._payloads.read
-                return [read(value) if value and is_place(value) else value for value in values]
+                return self._payloads_at(values)
         except Exception as error:
             raise _damaged(table) from error
         return values
@@ -122,11 +121,20 @@ class RocksBackend:
         pairs = scan(table, start, end)
         return self._with_payloads(pairs) if table is Table.PAYLOADS else pairs
 
+    def _payloads_at(self, values: list[bytes | None]) -> list[bytes | None]:
+        places = [value for value in values if value and is_place(value)]
+        if not places:
+            return values
+        read = iter(self._payloads.read(places))
+        if len(places) == len(values):
+            return list(read)
+        return [next(read) if value and is_place(value) else value for value in values]
+
     def _with_payloads(self, pairs: _Pairs) -> _Pairs:
         with closing(pairs):  # an error must not keep an iterator, and so the database, open
             for key, value in pairs:
                 try:
-                    payload = self._payloads.read(value) if is_place(value) else value
+                    (payload,) = self._payloads.read((value,)) if is_place(value) else (value,)
                 except (OSError, ValueError) as error:
                     raise _damaged(Table.PAYLOADS) from error
                 yield key, payload
