@@ -29,7 +29,11 @@ class TestIds:
             batch_attempt=0,
             sample_attempt=4,
         )
-        rules.check_vertex_id(vertex_id=f"{SAMPLE}/0.1:2", sample_id=SAMPLE, path="0.1:2")
+        rules.check_vertex_ids(
+            [f"{SAMPLE}/0.1:2", f"{SAMPLE}/0:0"],
+            sample_ids=[SAMPLE, SAMPLE],
+            paths=["0.1:2", "0:0"],
+        )
 
     @pytest.mark.parametrize(
         "wrong",
@@ -60,11 +64,11 @@ class TestIds:
     @pytest.mark.parametrize("path", ["", "0", "../0:0", "0:\ud800", "0:a/b"])
     def test_malformed_path_is_refused(self, path):
         with pytest.raises(ValueError, match="path"):
-            rules.check_vertex_id(vertex_id=f"{SAMPLE}/{path}", sample_id=SAMPLE, path=path)
+            rules.check_vertex_ids([f"{SAMPLE}/{path}"], sample_ids=[SAMPLE], paths=[path])
 
     def test_vertex_id_of_another_sample_is_refused(self):
         with pytest.raises(ValueError, match="vertex id"):
-            rules.check_vertex_id(vertex_id="x/0:0", sample_id=SAMPLE, path="0:0")
+            rules.check_vertex_ids(["x/0:0"], sample_ids=[SAMPLE], paths=["0:0"])
 
 
 class TestVertices:

@@ -66,15 +66,19 @@ def check_sample_ordinal(*, sample_id: str, ordinal: int) -> None:
         raise ValueError(f"sample {sample_id!r}: its ordinal is another")
 
 
-def check_vertex_id(*, vertex_id: str, sample_id: str, path: str) -> None:
-    """Checks that a vertex id is its sample's id and its path.
+def check_vertex_ids(
+    vertex_ids: Sequence[str], *, sample_ids: Sequence[str], paths: Sequence[str]
+) -> None:
+    """Checks that each vertex id is its sample's id and its path.
 
     Raises:
-        ValueError: It is not.
+        ValueError: One is not.
     """
-    _check_path(path)
-    if vertex_id != f"{sample_id}/{path}":
-        raise ValueError(f"vertex id {vertex_id!r} is not {sample_id!r}, '/', {path!r}")
+    for path in paths:
+        _check_path(path)
+    for vertex_id, sample_id, path in zip(vertex_ids, sample_ids, paths, strict=True):
+        if vertex_id != f"{sample_id}/{path}":
+            raise ValueError(f"vertex id {vertex_id!r} is not {sample_id!r}, '/', {path!r}")
 
 
 def check_ended(vertex_id: str, status: VertexStatus) -> None:

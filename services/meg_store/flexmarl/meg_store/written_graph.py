@@ -170,16 +170,14 @@ class CheckedVertices:
     def _check(
         self, metas: Sequence[graph_pb2.VertexMeta], payloads: Sequence[bytes | None]
     ) -> None:
-        ids: list[str] = []
-        for meta, payload, data in zip(metas, payloads, _decoded(payloads), strict=True):
-            vertex_id, upstream = checks.check_meta(meta, self.alike)
-            has_data = payload is not None
-            objects = checks.check_payload(meta, data if has_data else None, self.declared)
-            if objects:
-                self.objects[len(self.ids) + len(ids)] = objects
-            if upstream:
-                self.upstream[vertex_id] = list(upstream)
-            ids.append(vertex_id)
+        data: Iterable[graph_pb2.VertexPayload | None] = _decoded(payloads)
+        if None in payloads:
+            data = [None if p is None else d for p, d in zip(payloads, data, strict=True)]
+        checked = checks.check_vertices(metas, data, alike=self.alike, declared=self.declared)
+        ids = checked.ids
+        for position, objects in checked.objects.items():
+            self.objects[len(self.ids) + position] = objects
+        self.upstream.update(checked.upstream)
         columns = [encode_meta(meta) for meta in metas]  # with what their payloads make ready
         _check_sizes(ids, columns, checks.MAX_META_BYTES)
         _check_sizes(ids, [payload or b"" for payload in payloads], checks.MAX_PAYLOAD_BYTES)

@@ -121,8 +121,7 @@ class RowCheck:
             written = graph_pb2.VertexMeta.FromString(value)
             for name in _LATER:
                 written.ClearField(name)  # type: ignore[arg-type] # names of its fields
-            vertex_checks.check_meta(written, {})
-            self._check_payload(key, meta, where)
+            self._check_written(key, written, where)
         except (DecodeError, DomainError, ValueError) as error:
             self._report.add("row", where, _text(error))
             return None
@@ -152,13 +151,15 @@ class RowCheck:
             )
         return meta
 
-    def _check_payload(self, key: bytes, meta: graph_pb2.VertexMeta, where: str) -> None:
+    def _check_written(self, key: bytes, meta: graph_pb2.VertexMeta, where: str) -> None:
+        """Check what a row was written as."""
         value = self._backend.get(Table.PAYLOADS, key)
         if value is None:
             self._report.add("row", where, "has no payload")
-            return
+            meta.ClearField("ready_columns")  # that is told already
         payload = graph_pb2.VertexPayload.FromString(value) if value else None
-        objects = vertex_checks.check_payload(meta, payload, self._columns)
+        checked = vertex_checks.check_vertices([meta], [payload], alike={}, declared=self._columns)
+        objects = checked.objects.get(0, ())
         self.facts.objects.update(objects)
         for name in objects:
             found = self._backend.get(Table.META, keys.join("object", name))
