@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollout.dispatcher_harness import Cluster, Service, Services
@@ -32,11 +33,11 @@ AGENTS = {
 }
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, *, hidden_size: int = 32) -> Path:
     """A tokenizer and a small model with room for long responses."""
     write_model(folder)
     LlamaConfig(
-        vocab_size=EOS + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=EOS + 1, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
         architectures=["LlamaForCausalLM"], eos_token_id=EOS,
     ).save_pretrained(folder)  # fmt: skip
@@ -87,11 +88,19 @@ async def start_host(folder: Path, services: Services, name: str) -> Service:
     return await host.start()
 
 
-def build(folder: Path, balance: dict[str, object]) -> RunConfig:
+def build(folder: Path, balance: dict[str, object], *, q_base: Path | None = None) -> RunConfig:
+    policies: dict[str, dict[str, object]] = {name: {"rollout": ROLLOUT} for name in "pq"}
+    if q_base is not None:
+        policies["q"]["model"] = {"path": str(q_base)}
     return run_config(
         model_folder(folder / "model"), write_team(folder / "package", TEAM), agents=AGENTS,
-        rollout={"balance": balance}, policies={name: {"rollout": ROLLOUT} for name in "pq"},
+        rollout={"balance": balance}, policies=policies,
     )  # fmt: skip
+
+
+def moves_in_log(folder: Path) -> list[dict[str, Any]]:
+    log = (folder / "rollout/log.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, log) if line["event"] == "instance_moves"]
 
 
 @pytest.mark.real
@@ -113,8 +122,7 @@ async def test_tokens_are_the_same_with_and_without_moves(tmp_path):
     assert (no_moves, none_parted) == (0, 0)
     assert moves > 0 and parted > 0, "nothing was handed over: the test shows nothing"
     assert moved == still
-    log = (tmp_path / "rollout/log.jsonl").read_text().splitlines()
-    assert len([x for x in map(json.loads, log) if x["event"] == "instance_moves"]) == moves
+    assert len(moves_in_log(tmp_path)) == moves
 
 
 @pytest.mark.real
@@ -143,3 +151,33 @@ async def test_tokens_are_the_same_when_a_host_dies_while_instances_move(tmp_pat
         services.stop()
     (still, _, _), (moved, _, _) = seen
     assert moved == still
+
+
+@pytest.mark.real
+@pytest.mark.timeout(150)
+async def test_an_instance_that_gets_another_base_model_starts_anew_and_serves_it(tmp_path):
+    services, hosts = Services(tmp_path), []
+    other = model_folder(tmp_path / "other", hidden_size=48)
+    once = {**OFTEN, "residence_s": 60}
+    seen = []
+    try:
+        await services.revive()
+        hosts.append(await start_host(tmp_path, services, "host"))
+        for balance in (STILL, once):
+            async with Cluster(services, build(tmp_path, balance, q_base=other)) as cluster:
+                seen.append(await tokens_of(cluster, tmp_path))
+    finally:
+        for host in hosts:
+            host.stop()
+        services.stop()
+    (still, _, _), (moved, moves, _) = seen
+    assert moved == still
+    lines = moves_in_log(tmp_path)
+    assert len(lines) == moves > 0
+    assert all(line["restart"] for line in lines)
+    # What an engine took to start is what the rule knows as the price.
+    assert all(line["cost_s"] > 0 for line in lines)
+    timeline = (tmp_path / "rollout/data/spans").rglob("*.jsonl")
+    spans = [json.loads(text) for file in timeline for text in file.read_text().splitlines()]
+    told = {span["args"]["reason"] for span in spans if span["track"].startswith("moves/")}
+    assert lines[0]["reason"] in told
