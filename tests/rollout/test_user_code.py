@@ -66,12 +66,12 @@ async def odd(ctx, what):
         case "interrupt": raise KeyboardInterrupt
         case "exit in a task": await asyncio.create_task(leaves())
         case "exit in a tool": await ctx.tool("leave")
-        case "large value": await ctx.tool("make", n=17 << 20)
-        case "large argument": await ctx.tool("make", n="z" * (17 << 20))
-        case "large output": return "x" * (17 << 20)
+        case "large value": await ctx.tool("make", n=4 << 20)
+        case "large argument": await ctx.tool("make", n="z" * (4 << 20))
+        case "large output": return "x" * (4 << 20)
         case "large calls":
-            for key in "abcde":
-                await ctx.tool("make", n=15 << 20, key=key)
+            for number in range(23):
+                await ctx.tool("make", n=(3 << 20) - 9)
         case "simulated": await ctx.call("echo", text=1, simulated="x")
         case "stops the loop": asyncio.get_running_loop().stop()
     await asyncio.sleep(0)
@@ -99,9 +99,9 @@ CASES = {
     "interrupt": ("WORKFLOW_RAISED", ["KeyboardInterrupt"]),
     "exit in a task": ("WORKFLOW_RAISED", ["SystemExit: 4", "in leaves"]),
     "exit in a tool": ("TOOL_RAISED", ["tool 'leave' raised SystemExit: 2", "in leave"]),
-    "large value": ("TOOL_RAISED", ["value of tool 'make'", "more than 16777216"]),
-    "large argument": ("WORKFLOW_RAISED", ["arguments of tool 'make'", "more than 16777216"]),
-    "large output": ("WORKFLOW_RAISED", ["its output", "more than 16777216"]),
+    "large value": ("TOOL_RAISED", ["value of tool 'make'", "more than 3145728"]),
+    "large argument": ("WORKFLOW_RAISED", ["arguments of tool 'make'", "more than 3145728"]),
+    "large output": ("WORKFLOW_RAISED", ["its output", "more than 3145728"]),
     "large calls": ("WORKFLOW_RAISED", ["with its calls", "more than 67108864"]),
     "simulated": ("WORKFLOW_RAISED", ["simulated= takes a Simulated, not str"]),
 }

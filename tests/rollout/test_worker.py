@@ -513,6 +513,11 @@ async def test_forms_of_rewards(bench, body, expected):
         ("return [1]", "REWARD_INVALID", ["1 rewards for 2"]),
         ("return Rewards(vertices={'0:0': 1})", "REWARD_INVALID", ["'0:0'"]),
         ("return Rewards(metrics={'m': 'x'})", "REWARD_INVALID", ["metric 'm'"]),
+        (
+            "return Rewards(metrics={str(n) * 99: n for n in range(9999)})",
+            "REWARD_INVALID",
+            ["bytes of rewards, more than 524288"],
+        ),
         ("return sample.one('echo')", "REWARD_RAISED", ["2 finished calls", "team:reward"]),
         (
             "raise RuntimeError('no\\nluck')",

@@ -87,7 +87,12 @@ class CompletionServer:
 
     def get(self, path: str) -> dict | int:
         self.calls[path] += 1
-        return {"/health": {}, "/weight_info": {"weight_version": self.label}}.get(path, 404)
+        answers = {
+            "/health": {},
+            "/weight_info": {"weight_version": self.label},
+            "/is_sleeping": {"is_sleeping": False},
+        }
+        return answers.get(path, 404)
 
     def post(self, path: str, body: dict) -> dict | int:
         parts = urlsplit(path)

@@ -183,6 +183,12 @@ class EngineContract:
         assert list(results["a#1"].tokens) == list(results["a#2"].tokens)
         assert list(results["a#1"].tokens) != list(results["b"].tokens)
 
+    def test_it_can_be_asked_for_a_sign_of_life(self, subject):
+        serve(subject)
+        subject.engine.submit([request("a", [1], max_tokens=20)])
+        subject.engine.check()
+        assert len(collect(subject.engine, ["a"])["a"].tokens) == 20
+
     def test_more_than_there_are_slots_all_end(self, subject):
         serve(subject)
         names = [f"a{i}" for i in range(12)]

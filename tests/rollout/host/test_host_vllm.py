@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -103,6 +104,38 @@ async def test_whichever_of_engine_and_server_is_killed_both_end_and_come_back(
         assert len(dispatcher.results["last"].tokens) == 6
         server = server_below(status.pid)
     await gone(server)
+
+
+async def test_a_server_that_hangs_is_found_by_its_silence_and_replaced(
+    dispatcher, store, folder, tmp_path
+):
+    """Its engine process lives and would answer; nobody makes tokens any more."""
+    described = folder / "config.json"
+    described.write_text(
+        json.dumps(json.loads(described.read_text()) | {"max_position_embeddings": 512})
+    )
+    host = running_host(dispatcher, tmp_path / "host", vllm_python=STAND_IN, engine_silence_s=1.0)
+    async with host:
+        plan = make_plan(store, folder, "p-0", engine="vllm", options=options(), max_context=512)
+        dispatcher.send(plan=plan)
+        load = order(store, folder, tmp_path, 5, "p-0")
+        dispatcher.send(loads=[load])
+        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
+        # One that works on is asked and left alone, however long that takes.
+        names = [f"long{n}" for n in range(16)]
+        dispatcher.send(requests=[ask(name, version=5, max_tokens=500) for name in names])
+        await dispatcher.until(lambda: set(names) <= dispatcher.results.keys())
+        assert {len(dispatcher.results[name].tokens) for name in names} == {500}
+        server = server_below(status.pid)
+        os.kill(server.pid, signal.SIGSTOP)
+        dispatcher.send(requests=[ask("a", version=5)])  # its own deadline is far away
+        await dispatcher.until(lambda: "a" in dispatcher.results)
+        assert dispatcher.results["a"].failure.reason == "CHILD_DIED"
+        assert dispatcher.results["a"].infrastructure
+        await gone(server)
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].num_restarts == 1)
+        status = await dispatcher.until_state("p-0", pb.INSTANCE_STATE_SERVING, version=5)
+        assert status.weights_hash == load.weights_hash
 
 
 async def test_weights_that_are_not_what_their_hash_says_are_refused_and_told(

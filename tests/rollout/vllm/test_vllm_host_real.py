@@ -26,7 +26,9 @@ def servers_below(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-async def test_a_killed_server_is_back_with_its_weights_and_leaves_nothing(tmp_path):
+async def test_a_server_that_is_killed_or_hangs_is_back_with_its_weights_and_leaves_nothing(
+    tmp_path,
+):
     folder = make_vllm_folder(tmp_path / "model")
     model = reference_model(folder)
     store = tmp_path / "store"
@@ -51,7 +53,7 @@ async def test_a_killed_server_is_back_with_its_weights_and_leaves_nothing(tmp_p
         expected = reference_logprobs(model, [1, 2, 3], list(result.tokens))
         assert list(result.logprobs) == pytest.approx(expected, abs=2e-5)
 
-    async with running_host(dispatcher, tmp_path / "host", vllm_python=PYTHON):
+    async with running_host(dispatcher, tmp_path / "host", vllm_python=PYTHON, engine_silence_s=10):
         plan = make_plan(store, folder, "p-0", engine="vllm", max_context=64, options=options)
         dispatcher.send(plan=plan)
         dispatcher.send(loads=[make_load(ref, "p-0", version=5, weights_hash=load.weights_hash)])
@@ -77,7 +79,22 @@ async def test_a_killed_server_is_back_with_its_weights_and_leaves_nothing(tmp_p
         await answered("after")
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive
-        last = servers_below(again.pid)
+
+        # The server lives and answers, the engine behind it has stopped: silence finds it.
+        family = servers_below(again.pid)
+        for process in family[1:]:
+            process.suspend()
+        dispatcher.send(requests=[ask("silent")])
+        await dispatcher.until(lambda: "silent" in dispatcher.results, timeout_s=60)
+        assert dispatcher.results["silent"].infrastructure
+        await dispatcher.until(lambda: dispatcher.statuses["p-0"].num_restarts == 2)
+        third = await dispatcher.until_state(
+            "p-0", pb.INSTANCE_STATE_SERVING, version=5, timeout_s=300
+        )
+        await answered("after silence")
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+        last = servers_below(third.pid)
     _, alive = psutil.wait_procs(last, timeout=10)
     assert not alive, "vLLM outlived its engine host"
     await dispatcher.stop()

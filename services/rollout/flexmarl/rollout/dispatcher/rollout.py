@@ -88,9 +88,9 @@ class Rollout:
         run.start_samples(specs)
         return self.incarnation
 
-    def cancel_samples(self, run_id: str, term: int, sample_ids: Iterable[str]) -> None:
+    async def cancel_samples(self, run_id: str, term: int, sample_ids: Iterable[str]) -> None:
         """Cuts samples."""
-        self._get(run_id, term).cancel_samples(sample_ids)
+        await self._get(run_id, term).cancel_samples(sample_ids)
 
     async def compute_advantages(
         self, run_id: str, term: int, group_id: str, scopes: Sequence[RewardScope]

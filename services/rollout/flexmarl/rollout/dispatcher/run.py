@@ -182,9 +182,9 @@ class Run:
         """Admits samples; known ones are left alone."""
         self.flow.start(specs)
 
-    def cancel_samples(self, sample_ids: Iterable[str]) -> None:
-        """Cuts samples; unknown ones are ignored."""
-        self.flow.cancel(sample_ids)
+    async def cancel_samples(self, sample_ids: Iterable[str]) -> None:
+        """Cuts samples, and returns when that is stored; unknown ones are ignored."""
+        await self.flow.cancel(sample_ids)
 
     async def advantages(
         self, group_id: str, scopes: Sequence[RewardScope]

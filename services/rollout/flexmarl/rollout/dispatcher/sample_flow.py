@@ -56,6 +56,9 @@ _FATAL: Final = frozenset(
 )
 """Failures of a sample that every other sample would meet, too."""
 
+CUT_S: Final = 5.0
+"""Longest that whoever cuts samples waits for it to be stored."""
+
 _log = get_logger(__name__)
 
 
@@ -105,6 +108,7 @@ class SampleFlow:
         self._max_crashes = max_crashes
         self._samples: dict[str, SampleState] = {}
         self._ended: dict[str, None] = {}
+        self._cut: dict[str, asyncio.Future[None]] = {}
         self._open: Counter[int] = Counter()
         self._loop = asyncio.get_running_loop()
 
@@ -139,21 +143,36 @@ class SampleFlow:
             self._open[spec.version] += 1
             self._writer.sample(rows.open_sample(spec), [], partial(self._opened, sample))
 
-    def cancel(self, sample_ids: Iterable[str]) -> None:
-        """Cuts samples; unknown ones are ignored."""
+    async def cancel(self, sample_ids: Iterable[str]) -> None:
+        """Cuts samples, and returns when that is stored; unknown ones are ignored.
+
+        Whoever cuts a sample ends its group next, and what comes after that is late. Waits for the
+        store, at most CUT_S: a sample that is cut ends here, whatever its worker makes of it.
+        """
+        cut: list[asyncio.Future[None]] = []
         for sample_id in sample_ids:
             sample = self._samples.get(sample_id)
-            if sample is None or sample.end is not None:
+            if sample is None:
+                continue
+            cut.append(self._stored_end(sample_id))
+            if sample.end is not None:
                 continue
             sample.cancelled = True
             if sample.slot is not None:
                 sample.slot.outgoing.add().cancel_sample_ids.append(sample_id)
-            elif (
-                sample.stage is Stage.WAITING
-                or self._workers.withdraw(sample_id)
-                or self._rewards.withdraw(sample_id)
-            ):
+            if sample.stage in (Stage.WAITING, Stage.RUNNING):
+                if not self._workers.withdraw(sample_id):
+                    self._rewards.withdraw(sample_id)
                 self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
+        if cut:
+            await asyncio.wait(cut, timeout=CUT_S)
+
+    def _stored_end(self, sample_id: str) -> asyncio.Future[None]:
+        """Done when the sample's end is stored."""
+        stored = self._cut.get(sample_id)
+        if stored is None:
+            stored = self._cut[sample_id] = self._loop.create_future()
+        return stored
 
     def activate(self, version: int) -> None:
         """Samples of a version may run."""
@@ -320,8 +339,11 @@ class SampleFlow:
         # Else `row_stored` goes on: what is being written must be found by the read.
 
     def _running(self, sample_id: str) -> SampleState | None:
+        """A sample whose worker may still ask; of one that was cut it goes on for a moment."""
         sample = self._samples.get(sample_id)
-        return sample if sample is not None and sample.stage is Stage.RUNNING else None
+        if sample is None or sample.stage is not Stage.RUNNING or sample.end is not None:
+            return None
+        return sample
 
     def _tool(self, vertex: Vertex) -> None:
         sample = self._running(vertex.meta.sample_id)
@@ -435,6 +457,8 @@ class SampleFlow:
         version = sample.spec.version
         self._samples.pop(sample.spec.sample_id, None)
         self._ended[sample.spec.sample_id] = None
+        if (stored := self._cut.pop(sample.spec.sample_id, None)) is not None:
+            stored.set_result(None)
         self._begin(self._admission.ended(sample.spec.sample_id, group_id=sample.spec.group_id))
         self._open[version] -= 1
         if self._open[version] <= 0:

@@ -52,7 +52,7 @@ class RolloutServicer(RolloutServiceServicer):
         context: Any,  # noqa: ANN401
     ) -> pb.CancelSamplesResponse:
         """See the contract."""
-        self._rollout.cancel_samples(request.run_id, request.term, request.sample_ids)
+        await self._rollout.cancel_samples(request.run_id, request.term, request.sample_ids)
         return pb.CancelSamplesResponse()
 
     async def ComputeAdvantages(  # noqa: N802

@@ -100,3 +100,11 @@ class Engine(Protocol):
     def step(self) -> list[GenerateResult]:
         """Do what is due, such as a token of every sequence; returns the attempts that ended."""
         ...
+
+    def check(self) -> None:
+        """Return when whatever makes the tokens is found able to; its host waits so long for that.
+
+        Raises:
+            EngineBrokenError: It is not.
+        """
+        ...

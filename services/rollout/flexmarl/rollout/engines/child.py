@@ -113,6 +113,7 @@ def _handle(command: EngineCommand | None, engine: Engine, link: ChildLink) -> b
     elif kind == "abort":
         engine.abort(command.abort.attempt_ids)
     elif kind == "ping":
+        engine.check()
         link.send(EngineEvent(pong=Pong()).SerializeToString())
     elif kind == "load":
         link.send(EngineEvent(loaded=engine.load(command.load)).SerializeToString())

@@ -116,6 +116,9 @@ class ExternalBackend:
     def label(self, load: EngineLoad) -> None:
         """Nothing: versions are counted here."""
 
+    def check(self) -> None:
+        """Nothing: it is not ours to start again."""
+
     def _read(self, answer: JsonObject) -> Response:
         choice: dict[str, Any] = answer["choices"][0]
         tokens = choice.get("token_ids")

@@ -78,6 +78,9 @@ class InstantEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def check(self) -> None:
+        """Nothing: whoever asks was answered by the thread that makes the tokens."""
+
     def _answer(self, request: GenerateRequest, now_ns: int) -> GenerateResult:
         refused = self._admission.refusal(
             request, version=self._version, num_waiting=0, now_ns=now_ns

@@ -25,6 +25,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.engines.admission import Admission, token_limit
+from flexmarl.rollout.engines.base import EngineBrokenError
 from flexmarl.rollout.engines.http_json import HttpStatusError
 from flexmarl.rollout.engines.results import (
     cut_by_load,
@@ -81,6 +82,14 @@ class Backend(Protocol):
 
     def label(self, load: EngineLoad) -> None:
         """The content that is held is of this version too, from now on."""
+        ...
+
+    def check(self) -> None:
+        """Return when the server is found able to make tokens.
+
+        Raises:
+            HttpStatusError, OSError: It is not.
+        """
         ...
 
 
@@ -196,6 +205,13 @@ class RemoteEngine:
         if self._aborted_at is not None and self.due_in_s == 0.0:
             self._abort_at_server()
         return results
+
+    def check(self) -> None:
+        """Ask the server: this process would answer for one that hangs."""
+        try:
+            self._backend.check()
+        except (OSError, HttpStatusError) as error:
+            raise EngineBrokenError(f"the server does not answer: {error}") from error
 
     def _abort_at_server(self) -> None:
         waiting = [name for name, attempt in self._live.items() if attempt.aborted]

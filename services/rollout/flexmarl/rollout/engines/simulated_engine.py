@@ -198,6 +198,9 @@ class SimulatedEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def check(self) -> None:
+        """Nothing: whoever asks was answered by the thread that makes the tokens."""
+
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_concurrency:
             request = self._waiting.popleft()

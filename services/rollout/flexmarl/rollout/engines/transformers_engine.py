@@ -158,6 +158,9 @@ class TransformersEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def check(self) -> None:
+        """Nothing: whoever asks was answered by the thread that makes the tokens."""
+
     def _joining(self) -> list[Generation]:
         """The next waiting sequences that fit beside the running ones; one alone always fits."""
         budget_cells = self._kv_cache_bytes // self._model.cache.cell_bytes

@@ -159,6 +159,10 @@ class VllmBackend:
         except (OSError, HttpStatusError, LookupError, ValueError) as error:
             raise EngineBrokenError(f"loading version {load.version}: {error}") from error
 
+    def check(self) -> None:
+        """See `Backend.check`. Its engine answers this between two steps; `/health` it does not."""
+        self._server.call("GET", "/is_sleeping", timeout_s=_CONTROL_TIMEOUT_S)
+
     def pause(self, *, mode: str) -> None:
         """Stop generating: "abort" ends what runs, "keep" freezes it until `resume`."""
         self._control(f"/pause?mode={mode}")

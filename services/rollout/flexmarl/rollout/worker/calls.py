@@ -20,7 +20,7 @@ _HOLDERS: Final = (dict, list, tuple)
 _LOOKED_INTO: Final = (Output, *_HOLDERS)
 _LENGTH: Final = struct.Struct("<I")
 
-MAX_VALUE_BYTES: Final = 16 << 20
+MAX_VALUE_BYTES: Final = 3 << 20
 """Largest value of a tool, its arguments, or a workflow's output, as JSON.
 
 A row that no write takes would end the whole run for what one sample did.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.workflow import FinishedSample, Output, Rewards
+
+MAX_REWARD_BYTES: Final = 512 << 10
+"""Most that the rewards of one sample take: they are in its row, beside its output."""
 
 
 def to_reward_set(
@@ -32,6 +35,13 @@ def to_reward_set(
         DomainError: REWARD_INVALID; names the value and the entry.
     """
     check = _Checker(what=what, agents=agents, sample=sample)
+    rewards = _reward_set(returned, check)
+    if (size_bytes := rewards.ByteSize()) > MAX_REWARD_BYTES:
+        raise check.invalid(f"{size_bytes} bytes of rewards, more than {MAX_REWARD_BYTES}")
+    return rewards
+
+
+def _reward_set(returned: Any, check: _Checker) -> RewardSet:  # noqa: ANN401
     if isinstance(returned, Rewards):
         return RewardSet(
             team=None if returned.team is None else check.number(returned.team, "the team"),
@@ -62,12 +72,12 @@ class _Checker:
         """A finite number; whatever floats easily (bool, NumPy and torch scalars) is one."""
         scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
         if not isinstance(value, Real) and not scalar:
-            raise self._invalid(
+            raise self.invalid(
                 f"for {whose} {type(value).__name__} ({_short(value)}), not a number"
             )
         number = float(value)
         if not math.isfinite(number):
-            raise self._invalid(f"for {whose} {number}, not a finite number")
+            raise self.invalid(f"for {whose} {number}, not a finite number")
         return number
 
     def agents(self, rewards: Mapping[Any, Any]) -> dict[str, float]:
@@ -75,7 +85,7 @@ class _Checker:
         for name in rewards:
             if name not in self._agents:
                 known = ", ".join(sorted(self._agents))
-                raise self._invalid(f"for agent {name!r}, which is none of the run's: {known}")
+                raise self.invalid(f"for agent {name!r}, which is none of the run's: {known}")
         return {
             name: self.number(value, f"agent {name!r}")
             for name, value in rewards.items()
@@ -88,7 +98,7 @@ class _Checker:
         for key, value in rewards.items():
             vertex_id = key.vertex_id if isinstance(key, Output) else key
             if vertex_id not in self._calls:
-                raise self._invalid(
+                raise self.invalid(
                     f"for vertex {_short(vertex_id)}, no finished call of the sample"
                 )
             found[vertex_id] = self.number(value, f"vertex {vertex_id}")
@@ -98,13 +108,14 @@ class _Checker:
         """Rewards per call, as a list in the order of `sample.calls`."""
         calls = self._sample.calls
         if len(rewards) != len(calls):
-            raise self._invalid(f"{len(rewards)} rewards for {len(calls)} finished calls")
+            raise self.invalid(f"{len(rewards)} rewards for {len(calls)} finished calls")
         return {
             call.vertex_id: self.number(value, f"{call.agent!r} at {call.path}")
             for call, value in zip(calls, rewards, strict=True)
         }
 
-    def _invalid(self, problem: str) -> DomainError:
+    def invalid(self, problem: str) -> DomainError:
+        """What is told of a value that cannot be used."""
         return DomainError(
             ErrorReason.REWARD_INVALID,
             f"{self._what} returned {problem}",
