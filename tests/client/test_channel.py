@@ -12,7 +12,7 @@ from flexmarl.client.channel import connect
 from flexmarl.client.request import new_request_id
 from flexmarl.core import keepalive
 from flexmarl.core.call_context import bind_ids, reset_ids, set_deadline
-from flexmarl.core.errors import ErrorReason
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 
 
@@ -131,6 +131,16 @@ async def test_a_hosts_proxy_for_the_web_is_not_used(echo, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     async with serving(echo) as server, connect(server.address) as channel:
         assert await channel.unary_unary(path("Unary"))(b"x") == b"x"
+
+
+async def test_a_call_over_a_channel_that_was_closed_here_is_cancelled(channel):
+    unary, count = channel.unary_unary(path("Unary")), channel.unary_stream(path("Count"))
+    await channel.close()
+    with pytest.raises(DomainError, match="closed on this side") as caught:
+        await unary(b"")
+    assert caught.value.reason is ErrorReason.CANCELLED
+    with pytest.raises(DomainError, match="closed on this side"):
+        count(b"1")
 
 
 async def test_ids_travel_with_the_call(channel):

@@ -260,11 +260,16 @@ class _Callable:
         bare = channel.bare()
         if bare is not self._bare:
             self._bare, self._inner = bare, self._make(bare)
-        return self._inner(
-            request,
-            timeout=channel.timeout_s(self._method, timeout),
-            metadata=channel.metadata(metadata),
-        )
+        try:
+            return self._inner(
+                request,
+                timeout=channel.timeout_s(self._method, timeout),
+                metadata=channel.metadata(metadata),
+            )
+        except grpc.aio.UsageError:  # the only use that is wrong here
+            raise make_error(
+                ErrorReason.CANCELLED, f"{self._method}: the connection was closed on this side"
+            ) from None
 
 
 class UnaryCallable(_Callable):

@@ -93,7 +93,7 @@ class Binding:
         Raises:
             DomainError: See `PolicyState.start`.
         """
-        async with self._turn("bind"), self._all_or_lost():
+        async with self._turns.take("bind"), self._all_or_lost():
             seconds = await self._state.start(meeting, version=version, keepers=keepers)
             return trainer_pb2.BindPolicyResult(
                 state=self._state.record,
@@ -236,8 +236,18 @@ class Binding:
 
     @asynccontextmanager
     async def _turn(self, activity: str, **args: str | int) -> AsyncIterator[None]:
-        """Waits for the operation's turn; a newer owner of the policy ends the binding."""
+        """Waits for the operation's turn; a newer owner of the policy ends the binding.
+
+        Raises:
+            DomainError: STATE_TRANSITION_REFUSED for work that came before there is a state.
+        """
         async with self._turns.take(activity, **args):
+            if not self._state.started:
+                raise DomainError(
+                    ErrorReason.STATE_TRANSITION_REFUSED,
+                    f"{self.claim.key} is being bound under term {self.claim.term}; wait for that",
+                    {"policy": self.claim.key.policy, "term": str(self.claim.term)},
+                )
             try:
                 yield
             except DomainError as error:

@@ -49,6 +49,11 @@ class PolicyState:
         self.loaded_bytes: Counter[str] = Counter()
 
     @property
+    def started(self) -> bool:
+        """Whether the ranks have a state, made or loaded."""
+        return self._record is not None
+
+    @property
     def record(self) -> graph_pb2.StateRecord:
         """The newest saved state."""
         assert self._record is not None, "a binding has a state"
