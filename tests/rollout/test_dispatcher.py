@@ -57,14 +57,11 @@ async def make(tmp_path, services):
     """Makes runs around one module text."""
     await services.revive()
 
-    def build(source=TEAM, *, agents=None, policies=None, workflow=None, advantage=None) -> Cluster:
+    def build(source=TEAM, **sections) -> Cluster:
         config = run_config(
             write_model(tmp_path / "model"),
             write_team(tmp_path / "package", source),
-            agents=agents or AGENTS,
-            policies=policies,
-            workflow=workflow,
-            advantage=advantage,
+            **{"agents": AGENTS, **sections},
         )
         return Cluster(services, config)
 
@@ -236,6 +233,51 @@ async def test_fewer_places_than_policies_are_refused(make, tmp_path):
             await cluster.open()
         assert info.value.reason is ErrorReason.NOT_ENOUGH_INSTANCES
         assert "2 policies (p, q)" in info.value.message
+
+
+ONE_CALL = """
+async def team(ctx, query):
+    return await ctx.call("plan", text="x")
+
+def reward(sample):
+    return 1.0
+"""
+
+
+async def test_queries_and_samples_of_each_are_bounded_as_the_config_says(make, tmp_path):
+    bounds = {"max_concurrent_queries": 2, "max_concurrent_samples_per_query": 3}
+    async with make(ONE_CALL, rollout=bounds) as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda request: None
+        ids = await cluster.admit(0, groups=4, samples=4)
+        groups = [ids[n : n + 4] for n in range(0, 16, 4)]
+
+        async def asked(expected: list[str]) -> None:
+            """These and no others, however long one waits."""
+            await cluster.until(lambda _: len(host.requests) >= len(expected))
+            await asyncio.sleep(0.1)
+            got = [r.attempt_id.partition("/")[0] for r in host.requests]
+            assert sorted(got) == sorted(expected)
+
+        def end(sample_id: str) -> None:
+            (request,) = [r for r in host.requests if r.attempt_id.startswith(sample_id)]
+            host.finish(request, [1])
+
+        expected = [*groups[0][:3], *groups[1][:3]]
+        await asked(expected)
+        end(groups[0][0])  # its group's last one takes its place
+        expected.append(groups[0][3])
+        await asked(expected)
+        for sample_id in groups[0][1:]:  # with its last sample a query makes room for the next
+            end(sample_id)
+        expected += groups[2][:3]
+        await asked(expected)
+        host.answer = lambda request: [1]
+        for sample_id in expected[3:6] + groups[2][:3]:
+            end(sample_id)
+        await cluster.until_ended()
+        assert {s.status for s in (await cluster.samples()).values()} == {DONE}
 
 
 OWN = {

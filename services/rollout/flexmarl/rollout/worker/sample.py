@@ -54,7 +54,7 @@ class SampleRun:
         self._query: Any = None
         self._tasks: set[SampleTask] = set()
         self._root: SampleTask | None = None
-        self._stopped = asyncio.Event()
+        self._stopped = asyncio.get_running_loop().create_future()
         self._cancelled = False
 
     def answer(self, answer: CallAnswer) -> None:
@@ -76,17 +76,15 @@ class SampleRun:
         root = self._root = start_root(self, self._workflow(), asyncio.get_running_loop())
         if self._cancelled:
             root.cancel()
-        stopped = asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait(
-                {root, stopped},
+                {root, self._stopped},
                 timeout=self._user.config.workflow.sample_timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if self._stopped.is_set():
+            if self._stopped.done():
                 await asyncio.wait({root}, timeout=STOP_GRACE_S)
         finally:
-            stopped.cancel()
             self._close()
         end = SampleEnd(sample_id=self.spec.sample_id)
         if self._cancelled:
@@ -108,7 +106,8 @@ class SampleRun:
         return await self._user.workflow(context, self._query)
 
     def _stop(self) -> None:
-        self._stopped.set()
+        if not self._stopped.done():
+            self._stopped.set_result(None)
         if self._root is not None:
             self._root.cancel()
 
