@@ -130,7 +130,9 @@ def _pass(
         return output.total * world_size
 
     started = time.perf_counter()
-    total = learner.model.loss(columns.inputs, loss, entropy=coefficients.entropy != 0.0)
+    total = learner.model.loss(
+        columns.inputs, loss, row_ends=columns.row_ends, entropy=coefficients.entropy != 0.0
+    )
     stats.seconds["forward"] += (now := time.perf_counter()) - started
     torch.autograd.backward(total)
     stats.seconds["backward"] += time.perf_counter() - now

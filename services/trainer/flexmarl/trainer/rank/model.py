@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ class PassInputs:
         scored: Tokens whose hidden state predicts a sampled one, int64 [scored].
         targets: The sampled tokens, int64 [scored].
         temperatures: Sampling temperature of each one's row [scored].
-        row_ends: Where each row's scored tokens end.
     """
 
     tokens: torch.Tensor
@@ -49,7 +48,6 @@ class PassInputs:
     scored: torch.Tensor
     targets: torch.Tensor
     temperatures: torch.Tensor
-    row_ends: tuple[int, ...]
 
 
 class ScoringModel(nn.Module):
@@ -81,9 +79,11 @@ class ScoringModel(nn.Module):
             scores: tuple[torch.Tensor, torch.Tensor] = self(inputs, score)
         return scores
 
-    def loss(self, inputs: PassInputs, loss: TileLoss, *, entropy: bool) -> torch.Tensor:
+    def loss(
+        self, inputs: PassInputs, loss: TileLoss, *, row_ends: Sequence[int], entropy: bool
+    ) -> torch.Tensor:
         """Returns the sum of a loss over the pass; see `scored_loss`."""
-        read = partial(scored_loss, loss=loss, row_ends=inputs.row_ends, entropy=entropy)
+        read = partial(scored_loss, loss=loss, row_ends=row_ends, entropy=entropy)
         total: torch.Tensor = self(inputs, read)
         return total
 

@@ -79,6 +79,7 @@ class PassColumns:
 
     Attributes:
         inputs: What the model reads.
+        row_ends: Where each row's scored tokens end.
         behaviour: Log-probability that the engine stored.
         advantage: Advantage of its row.
         row: Number of its row in the pass.
@@ -89,6 +90,7 @@ class PassColumns:
     """
 
     inputs: PassInputs
+    row_ends: tuple[int, ...]
     behaviour: torch.Tensor
     advantage: torch.Tensor
     row: torch.Tensor
@@ -166,8 +168,8 @@ def make_pass(rows: Rows, chosen: Pass, *, device: torch.device) -> PassColumns:
             scored=tensor(scored),
             targets=tensor(targets),
             temperatures=tensor(rows.temperatures[index][row_of]),
-            row_ends=tuple(np.cumsum(row_tokens, dtype=np.int64).tolist()),
         ),
+        row_ends=tuple(np.cumsum(row_tokens, dtype=np.int64).tolist()),
         behaviour=tensor(rows.logprobs[source]),
         advantage=tensor(advantages),
         row=tensor(row_of),
@@ -198,8 +200,8 @@ def _empty_pass(device: torch.device) -> PassColumns:
             scored=zero,
             targets=zero,
             temperatures=torch.ones(1, dtype=torch.float64, device=device),
-            row_ends=(1,),
         ),
+        row_ends=(1,),
         behaviour=value,
         advantage=value,
         row=zero,

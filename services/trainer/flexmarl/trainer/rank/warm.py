@@ -58,7 +58,6 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
         scored=index,
         targets=index,
         temperatures=values,
-        row_ends=(3,),
     )
 
     def loss(_: Tile, current: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -77,7 +76,7 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
 
     for _ in range(2):
         state.begin_gradients()
-        torch.autograd.backward(model.loss(inputs, loss, entropy=True))
+        torch.autograd.backward(model.loss(inputs, loss, row_ends=(3,), entropy=True))
         state.add(state.gradients())
     step(
         state,
