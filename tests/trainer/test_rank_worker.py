@@ -402,6 +402,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "another type": (lambda model: write_model(model, hidden_size="32"), "hidden_size"),
     "no such activation": (lambda model: write_model(model, hidden_act="none"), "'none'"),
     "no heads": (lambda model: write_model(model, num_attention_heads=0), "config.json: Zero"),
+    "odd heads": (
+        lambda model: write_model(model, num_key_value_heads=3),
+        "2 attention heads cannot share 3",
+    ),
     "no layers": (lambda model: write_model(model, num_hidden_layers=0), "no layers to shard"),
     "corrupt": (
         lambda model: os.truncate(model / "model.safetensors", 1000),

@@ -47,6 +47,13 @@ def load_config(model_path: Path) -> Any:  # noqa: ANN401 - untyped library
     for name in _ALTERED_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
             raise _invalid(model_path, f"config.json: {name} is not supported for training")
+    text = config.get_text_config()
+    heads, shared = (
+        getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    if heads and shared and heads % shared:  # the library would find out in its first pass
+        why = f"{heads} attention heads cannot share {shared} of keys and values"
+        raise _invalid(model_path, f"config.json: {why}")
     return config
 
 
