@@ -19,6 +19,7 @@ from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.client.errors import FlexMarlError, UnavailableError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.core.errors import ErrorReason
+from flexmarl.rollout.dispatcher.workers import START_S
 from flexmarl.rollout.worker.calls import MAX_VALUE_BYTES
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
@@ -220,6 +221,23 @@ async def test_a_workflow_that_cannot_be_imported_ends_the_run(make, tmp_path):
         status = await cluster.until(lambda s: s.HasField("fatal"))
         assert status.fatal.reason == "WORKFLOW_IMPORT_FAILED"
         assert "nothing_like_it" in status.fatal.message
+
+
+IMPORTS = {
+    "ends it": ("__import__('os')._exit(4)", "ended its worker 3 times in a row (exit code 4)"),
+    "never ends": ("__import__('time').sleep(999)", f"has not ended within {START_S:g} s"),
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["ends it", pytest.param("never ends", marks=pytest.mark.real)])
+async def test_a_workflow_whose_import_ends_its_worker_or_never_ends(make, tmp_path, how):
+    line, said = IMPORTS[how]
+    async with make(f"{line}\n{TEAM}") as cluster:
+        await opened(cluster, tmp_path)
+        status = await cluster.until(lambda s: s.HasField("fatal"), timeout_s=START_S + 30)
+        assert status.fatal.reason == "WORKFLOW_IMPORT_FAILED"
+        assert said in status.fatal.message
 
 
 async def test_fewer_places_than_policies_are_refused(make, tmp_path):

@@ -28,6 +28,12 @@ from flexmarl.runtime.logging import get_logger
 
 WORKER_MODULE: Final = "flexmarl.rollout.worker.main"
 RESTART_PAUSE_S: Final = 0.5
+MAX_STILLBORN: Final = 3
+"""Workers in a row that end before they have imported the workflow: the next one would, too."""
+
+START_S: Final = 120.0
+"""Longest that a worker may take to import the workflow: user code, which may never end."""
+
 _MAX_STACK_CHARS: Final = 1 << 16
 _SUSPECT: Final = 2
 """Crashes after which a sample runs alone in its worker, so that the guilty one is found."""
@@ -68,6 +74,7 @@ class WorkerSlot:
         outgoing: What waits to be sent to it.
         ready: Whether it has imported the workflow.
         deaths: Processes that ended here.
+        stillborn: How many of the last ones ended before they had imported the workflow.
         alone: Whether the sample in it must stay alone.
     """
 
@@ -76,6 +83,7 @@ class WorkerSlot:
     outgoing: Outgoing[WorkerCommand] = field(default_factory=lambda: Outgoing(WorkerCommand))
     ready: bool = False
     deaths: int = 0
+    stillborn: int = 0
     alone: bool = False
     child: ChildProcess | None = None
 
@@ -230,13 +238,16 @@ class WorkerPool:
         slot.outgoing = Outgoing(WorkerCommand)
         slot.outgoing.add().setup.CopyFrom(self._setup)
         sender = asyncio.create_task(_send_all(slot.outgoing, child), name=f"{child.name} sender")
+        late = asyncio.get_running_loop().call_later(START_S, self._import_hangs, child)
         try:
             async for frame in child.link:
                 event = WorkerEvent.FromString(frame)
                 if event.HasField("ready"):
+                    late.cancel()
                     self._ready(slot, event)
                 self._listener.worker_event(slot, event)
         finally:
+            late.cancel()
             sender.cancel()
             child.link.close()
             if not self._closed.is_set():
@@ -245,6 +256,7 @@ class WorkerPool:
     def _ready(self, slot: WorkerSlot, event: WorkerEvent) -> None:
         failed = event.ready.HasField("failure")
         self._listener.worker_ready(event.ready.failure if failed else None)
+        slot.stillborn = 0
         if not failed:
             slot.ready = True
             self._fill()
@@ -253,9 +265,11 @@ class WorkerPool:
         child, slot.child = slot.child, None
         samples = list(slot.samples)
         slot.samples.clear()
+        exit_code = None if child is None else child.exit_code
+        if child is not None and not slot.ready:
+            self._note_stillborn(slot, exit_code)
         slot.ready = slot.alone = False
         slot.deaths += 1
-        exit_code = None if child is None else child.exit_code
         word = _read_report(report) or self._read_stack(report, samples)
         _log.warning(
             "worker_died",
@@ -265,6 +279,22 @@ class WorkerPool:
             word="" if word is None else word.message,
         )
         self._listener.worker_died(samples, word)
+
+    def _note_stillborn(self, slot: WorkerSlot, exit_code: int | None) -> None:
+        slot.stillborn += 1
+        if slot.stillborn >= MAX_STILLBORN:
+            self._cannot_import(
+                f"it ended its worker {slot.stillborn} times in a row (exit code {exit_code})"
+            )
+
+    def _import_hangs(self, child: ChildProcess) -> None:
+        self._cannot_import(f"it has not ended within {START_S:g} s")
+        child.kill()
+
+    def _cannot_import(self, problem: str) -> None:
+        message = f"importing the workflow's modules: {problem}"
+        failure = Failure(reason=ErrorReason.WORKFLOW_IMPORT_FAILED, message=message)
+        self._listener.worker_ready(failure)
 
     def _read_stack(self, report: Path, samples: list[str]) -> Failure | None:
         """What a worker left whose interpreter was held: its only sample is to blame, if any."""
