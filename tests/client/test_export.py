@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flexmarl.client.export import TensorBytes, write_hf_folder
+from flexmarl.client.export import write_hf_folder
+from flexmarl.client.tensor_files import TensorBytes
 from flexmarl.core.errors import DomainError
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}

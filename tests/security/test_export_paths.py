@@ -15,8 +15,9 @@ from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.bundle import folder_hash
 from flexmarl.client.checkpoints import write_checkpoint
 from flexmarl.client.errors import FlexMarlError
-from flexmarl.client.export import TensorBytes, write_hf_folder
+from flexmarl.client.export import write_hf_folder
 from flexmarl.client.policies import export_policy
+from flexmarl.client.tensor_files import TensorBytes
 from flexmarl.client.trajectories import export_trajectories
 from flexmarl.core.checkpoints import CheckpointRule
 from flexmarl.core.errors import DomainError, ErrorReason

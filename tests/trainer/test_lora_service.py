@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from trainer.harness import make_rows
 from trainer.service_harness import Cluster
+
+from flexmarl.client.policies import export_policy
 
 pytest.importorskip("peft", reason="adapters need peft, of the extra 'trainer'")
 
@@ -60,3 +64,43 @@ async def test_only_the_adapter_is_trained_swapped_and_saved_and_merged_weights_
             expected = weight + 4.0 * high @ low
             assert not np.array_equal(merged[name], weight), name
         assert np.allclose(merged[name], expected, rtol=1e-5, atol=1e-6), name
+
+
+async def test_an_export_has_the_adapter_as_peft_loads_it(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = shutil.copytree(tiny_model, tmp_path / "base")
+    first = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    first.save_pretrained(folder)
+    adapted = {
+        "lora": LORA,
+        "optimizer": {"lr": 0.05},
+        "model": {"path": str(folder), "init": "pretrained"},
+    }
+    run = await cluster.make_run({"p": adapted}, {"p": folder})
+    await run.first_commit("p")
+    record = await run.micro_batch("p", make_rows(5), batch=0)
+    await run.bind("p", ["slot1", "slot0"])  # each rank writes its rows of the adapter
+    await run.compute(record)
+    await run.commit((await run.apply("p", 0, [record.micro_batch_id])).state)
+    await run.suspend("p")
+
+    out = tmp_path / "out"
+    await export_policy(cluster.store, run.run_id, "p", out=out, cache_dir=tmp_path / "cache")
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=torch.arange(6)[None]).logits
+
+    def loaded(folder: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+    base, merged = loaded(folder), loaded(out)
+    plain = logits(base)
+    over = logits(PeftModel.from_pretrained(base, out / "adapter"))
+    assert torch.allclose(over, logits(merged), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(over, plain, rtol=1e-3, atol=1e-3)

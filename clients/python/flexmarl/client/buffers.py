@@ -38,6 +38,17 @@ DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 """Element types and their sizes in bytes."""
 
 _HASH_CHUNK_BYTES = 8 << 20
+_RANK_MARK: Final = "@"
+
+
+def rank_part(name: str, *, rank: int, world_size: int) -> str:
+    """Returns the name of the buffer that holds a rank's rows of a tensor, or all of its rows."""
+    return name if world_size == 1 else f"{name}{_RANK_MARK}{rank:04d}"
+
+
+def tensor_of(buffer_name: str) -> str:
+    """Returns the name of the tensor whose rows a buffer holds; see `rank_part`."""
+    return buffer_name.partition(_RANK_MARK)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from flexmarl.client.adapter import Adapter, write_adapter
+from flexmarl.client.tensor_files import TensorBytes, write_safetensors
 from flexmarl.core.errors import DomainError, ErrorReason
 
 _BASE_FILES: Final = (
@@ -31,27 +31,13 @@ _BASE_FILES: Final = (
 )
 """What is taken over from the base model's folder, beside its config."""
 
+ADAPTER: Final = "adapter"
+"""Folder of a policy's adapter, in that of its merged weights."""
+
 MAX_FILE_BYTES: Final = 5 << 30
 """Largest weights file, as the library splits its own."""
 
 _TORCH_DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorBytes:
-    """One tensor to write.
-
-    Attributes:
-        name: As in `state_dict()`.
-        dtype: In safetensors' spelling, such as "F32".
-        shape: Shape.
-        data: Its bytes, row-major.
-    """
-
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    data: memoryview
 
 
 def write_hf_folder(
@@ -60,6 +46,7 @@ def write_hf_folder(
     base_model: Path,
     out: Path,
     metadata: Mapping[str, str] | None = None,
+    adapter: Adapter | None = None,
     replace: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -70,6 +57,7 @@ def write_hf_folder(
         base_model: Folder with config and tokenizer.
         out: Folder to make.
         metadata: Kept in the weights file, for people.
+        adapter: Written beside the weights, which it is merged into, in a folder of its own.
         replace: Take the place of a folder that is there already.
         max_file_bytes: Weights beyond are split over several files with an index; a tensor is never
             split.
@@ -88,40 +76,12 @@ def write_hf_folder(
         _write_config(base_model, temporary, _torch_dtype(tensors))
         # transformers refuses a weights file that does not name its framework.
         _write_weights(temporary, tensors, {"format": "pt", **(metadata or {})}, max_file_bytes)
+        if adapter is not None:
+            write_adapter(adapter, temporary / ADAPTER)
         _publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
-
-
-def write_safetensors(
-    path: Path, tensors: Iterable[TensorBytes], metadata: Mapping[str, str]
-) -> None:
-    """Write tensors in the safetensors format, streaming; sorted by name.
-
-    See https://github.com/huggingface/safetensors#format: the size of the header, the header, the
-    bytes of all tensors without gaps.
-    """
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for tensor in ordered:
-        end = offset + tensor.data.nbytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start aligned
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for tensor in ordered:
-            file.write(tensor.data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_weights(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Collection
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.client.adapter import LoraShape, adapter_of
+from flexmarl.client.buffers import Buffer
 from flexmarl.client.bundle import materialise
 from flexmarl.client.errors import NotFoundError
-from flexmarl.client.export import TensorBytes, write_hf_folder
+from flexmarl.client.export import write_hf_folder
 from flexmarl.client.segments import SegmentReader
 from flexmarl.client.store import StoreClient
+from flexmarl.client.tensor_files import TensorBytes
 from flexmarl.core.errors import DomainError, ErrorReason
 
 
@@ -25,6 +31,9 @@ async def export_policy(
     replace: bool = False,
 ) -> int:
     """Write a policy's weights at a version as a folder that `AutoModelForCausalLM` loads.
+
+    Those of a policy with `lora` are merged; its adapter lies beside them, in `adapter`, as `peft`
+    loads it over the base model.
 
     Args:
         store: Store on this node: the weights segment is read from where it is mapped.
@@ -52,15 +61,37 @@ async def export_policy(
         "version": str(manifest.version),
         "weights_hash": entry.weights_hash,
     }
-    async with await _open(store, run_id, policy, manifest.version, entry.weights.key) as segment:
-        tensors = [
-            TensorBytes(buffer.name, buffer.spec.dtype, buffer.spec.shape, buffer.data)
-            for buffer in segment.buffers.values()
-        ]
+    lora = _lora_of(run, policy)
+    async with AsyncExitStack() as opened:
+
+        async def read(key: str) -> Collection[Buffer]:
+            segment = await _open(store, run_id, policy, manifest.version, key)
+            return (await opened.enter_async_context(segment)).buffers.values()
+
+        weights = await read(entry.weights.key)
+        adapter = None
+        if lora is not None:
+            state = await read(entry.master.key)
+            adapter = adapter_of(state, shape=lora, base_model=run.models[policy].path)
         await asyncio.to_thread(
-            write_hf_folder, tensors, base_model=base, out=out, metadata=metadata, replace=replace
+            write_hf_folder,
+            [
+                TensorBytes(part.name, part.spec.dtype, part.spec.shape, part.data)
+                for part in weights
+            ],
+            base_model=base,
+            out=out,
+            metadata=metadata,
+            adapter=adapter,
+            replace=replace,
         )
     return manifest.version
+
+
+def _lora_of(run: graph_pb2.Run, policy: str) -> LoraShape | None:
+    policies = json.loads(run.config_json).get("policies", {})
+    lora = policies.get(policy, {}).get("lora")
+    return None if lora is None else LoraShape(**lora)
 
 
 async def _open(

@@ -15,7 +15,7 @@ from math import prod
 from typing import Final
 
 from flexmarl.api.meg_store.v1 import meg_store_pb2
-from flexmarl.client.buffers import DTYPE_BYTES, BufferSpec
+from flexmarl.client.buffers import DTYPE_BYTES, BufferSpec, rank_part, tensor_of
 from flexmarl.core.arena import ALIGNMENT, aligned
 
 DTYPE_NAMES: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
@@ -131,7 +131,7 @@ def segment_specs(
         return [BufferSpec(item.name, dtype, tuple(item.shape)) for item in parameters]
     return [
         BufferSpec(
-            piece_name(prefix + piece.name, rank=rank, world_size=world_size),
+            rank_part(prefix + piece.name, rank=rank, world_size=world_size),
             piece.dtype,
             (piece.rows, *piece.shape[1:]),
         )
@@ -146,18 +146,13 @@ def prefixes_of(kind: str, moments: tuple[str, ...]) -> tuple[str, ...]:
     return moments if kind == "moments" else ("",)
 
 
-def piece_name(name: str, *, rank: int, world_size: int) -> str:
-    """Returns the name of a rank's rows of a tensor; that of the tensor when one rank has all."""
-    return name if world_size == 1 else f"{name}@{rank:04d}"
-
-
 def full_tensors(
     buffers: Sequence[meg_store_pb2.NamedBuffer],
 ) -> dict[str, list[meg_store_pb2.NamedBuffer]]:
     """Returns the buffers of each tensor's rows, in order, whatever ranks wrote them."""
     found: dict[str, list[meg_store_pb2.NamedBuffer]] = {}
     for buffer in buffers:
-        found.setdefault(buffer.name.partition("@")[0], []).append(buffer)
+        found.setdefault(tensor_of(buffer.name), []).append(buffer)
     return found
 
 
