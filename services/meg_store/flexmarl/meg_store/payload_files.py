@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Collection, Sequence
 from itertools import accumulate, repeat
 from mmap import ACCESS_READ, mmap
@@ -43,6 +44,7 @@ class PayloadFiles:
         self._file = -1
         self._size_bytes = 0
         self._maps: dict[int, mmap] = {}
+        self._mapping = threading.Lock()
 
     def append(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Write and sync; returns their places.
@@ -134,10 +136,11 @@ class PayloadFiles:
         """Map a file as long as it is now. What is mapped no more ends with its last reader."""
         with (self._folder / _name(number)).open("rb") as file:
             mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
-        self._maps.pop(number, None)
-        while len(self._maps) >= _MAX_MAPPED:
-            self._maps.pop(next(iter(self._maps)))
-        self._maps[number] = mapped
+        with self._mapping:  # of two readers each would drop what the other drops
+            self._maps.pop(number, None)
+            while len(self._maps) >= _MAX_MAPPED:
+                self._maps.pop(next(iter(self._maps)))
+            self._maps[number] = mapped
         return mapped
 
     def _names(self) -> list[str]:

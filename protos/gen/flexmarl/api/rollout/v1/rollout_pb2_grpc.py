@@ -116,7 +116,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelSamples(self, request, context):
-        """CancelSamples cuts samples; their vertices end CANCELLED.
+        """CancelSamples cuts samples; their vertices end CANCELLED. It answers when their ends are stored, at
+        latest after a few seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

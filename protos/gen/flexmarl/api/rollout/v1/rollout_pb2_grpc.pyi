@@ -45,7 +45,9 @@ class RolloutServiceStub:
     sample events of the MEG Store.
     """
     CancelSamples: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CancelSamplesRequest, _rollout_pb2.CancelSamplesResponse]
-    """CancelSamples cuts samples; their vertices end CANCELLED."""
+    """CancelSamples cuts samples; their vertices end CANCELLED. It answers when their ends are stored, at
+    latest after a few seconds.
+    """
     ComputeAdvantages: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ComputeAdvantagesRequest, _rollout_pb2.ComputeAdvantagesResponse]
     """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
     process. Nothing is kept: asked again, it computes again.
@@ -77,7 +79,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     sample events of the MEG Store.
     """
     CancelSamples: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CancelSamplesRequest, _rollout_pb2.CancelSamplesResponse]  # type: ignore[assignment]
-    """CancelSamples cuts samples; their vertices end CANCELLED."""
+    """CancelSamples cuts samples; their vertices end CANCELLED. It answers when their ends are stored, at
+    latest after a few seconds.
+    """
     ComputeAdvantages: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ComputeAdvantagesRequest, _rollout_pb2.ComputeAdvantagesResponse]  # type: ignore[assignment]
     """ComputeAdvantages asks the estimator of the run's own package about a group; it runs in a reward
     process. Nothing is kept: asked again, it computes again.
@@ -130,7 +134,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.CancelSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CancelSamplesResponse, _abc.Awaitable[_rollout_pb2.CancelSamplesResponse]]:
-        """CancelSamples cuts samples; their vertices end CANCELLED."""
+        """CancelSamples cuts samples; their vertices end CANCELLED. It answers when their ends are stored, at
+        latest after a few seconds.
+        """
 
     @_abc_1.abstractmethod
     def ComputeAdvantages(
