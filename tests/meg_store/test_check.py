@@ -19,12 +19,15 @@ from meg_store.store_harness import (
     SAMPLE,
     a_group,
     a_record,
+    a_run,
     a_vertex,
     ref,
     serving,
 )
 
+from flexmarl.api.common.v1 import common_pb2 as common
 from flexmarl.api.meg_store.v1 import graph_pb2 as graph
+from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import DataError
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError
@@ -393,6 +396,37 @@ def test_offline_check_prints_its_report(copy):
     command = [sys.executable, "-m", "flexmarl.meg_store.offline", "check", str(copy)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=30)
     assert json.loads(done.stdout)["findings"] == []
+
+
+async def test_a_sum_that_an_update_used_up_is_not_missing(tmp_path):
+    """The record that names it is kept with its version; its segment goes at the commit."""
+    async with serving(tmp_path) as (store, shard):
+        await store.create_run(a_run())
+        term = await store.acquire_term(RUN, "orchestrator", holder="test")
+        bound = await store.acquire_term(RUN, "policy/p", holder="test")
+
+        async def publish(key: str) -> common.ObjectRef:
+            data = Buffer(BufferSpec("w", "U8", (64,)), memoryview(bytes(64)))
+            return await store.set(RUN, key, [data])
+
+        async def save(version: int, **refs: common.ObjectRef) -> None:
+            state = graph.StateRecord(policy="p", version=version, term=bound, **refs)
+            await store.save_state(RUN, state)
+
+        async def commit(version: int, weights: common.ObjectRef) -> None:
+            policies = {"p": graph.PolicyManifest(weights=weights, state_version=version)}
+            manifest = graph.Manifest(version=version, term=term, policies=policies)
+            await store.commit(RUN, manifest, expected_version=version - 1 if version else None)
+
+        first, second = await publish("w0"), await publish("w1")
+        await save(0, weights=first)
+        await commit(0, first)
+        await save(0, weights=first, gradients=await publish("sum"))
+        await save(1, weights=second)
+        await commit(1, second)
+        assert shard.segments.find("sum") is None
+        assert (await store.get_state(RUN, "p", version=0)).gradients.key == "sum"
+    assert check_stores([tmp_path]).findings == []
 
 
 async def test_data_of_another_shard_are_not_served(tmp_path):

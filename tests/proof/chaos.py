@@ -24,11 +24,10 @@ from integration.cluster_harness import eventually
 from proof.facts import Facts, differences
 from proof.proof_cluster import VICTIMS, ProofCluster
 
+from flexmarl.cli.cluster.restarts import MAX_RESTARTS, WINDOW_S
+
 TOLERANCE = 1e-9
 TWO_KILLS_SHARE = 0.3
-MOST_DEATHS_IN_A_ROW = 3
-"""Of one service: the cluster gives up one that dies again and again."""
-
 GONE_S = 15.0
 """Longest time for the children of a killed process to end."""
 
@@ -76,7 +75,7 @@ class Chaos:
     seed: int
     overrides: tuple[str, ...] = ()
     counts: Counts = field(default_factory=Counts)
-    _recent: list[str] = field(default_factory=list)
+    _deaths: list[tuple[float, str]] = field(default_factory=list)
 
     async def go(self, num_runs: int) -> Counts:
         """Runs an undisturbed one, and then so many disturbed ones."""
@@ -120,22 +119,26 @@ class Chaos:
         begun_s = time.monotonic()
         for moment in moments:
             await asyncio.sleep(max(begun_s + moment - time.monotonic(), 0.0))
-            kind, pid = await self._choose(rng)
-            self.cluster.note_processes()
-            os.kill(pid, signal.SIGKILL)
+            kind = await self._kill(rng)
             killed.append(f"{kind}@{moment:.1f}s")
 
-    async def _choose(self, rng: Random) -> tuple[str, int]:
-        """A living process; at the very start and end of a run some kinds have none."""
+    async def _kill(self, rng: Random) -> str:
+        """Kills a living process; at the very start and end of a run some kinds have none."""
         while True:
             kind = rng.choice(sorted(VICTIMS))
-            recent = self._recent[-MOST_DEATHS_IN_A_ROW:]
-            worn = len(recent) == MOST_DEATHS_IN_A_ROW and set(recent) == {kind}
-            pids = [] if worn else self.cluster.victims(kind)
+            pids = [] if self._is_worn(kind) else self.cluster.victims(kind)
             if pids:
-                self._recent.append(kind)
-                return kind, rng.choice(pids)
+                self.cluster.note_processes()
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    self._deaths.append((time.monotonic(), kind))
+                    return kind
             await asyncio.sleep(0.01)
+
+    def _is_worn(self, kind: str) -> bool:
+        """Whether one more death would be one too many: the cluster gives up a crash loop."""
+        since = time.monotonic() - WINDOW_S
+        return sum(died > since for died, other in self._deaths if other == kind) >= MAX_RESTARTS
 
     async def _orphans(self) -> list[str]:
         with contextlib.suppress(AssertionError):

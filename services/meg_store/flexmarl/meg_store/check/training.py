@@ -40,6 +40,7 @@ class TrainingCheck:
         """Check everything."""
         for state in self._record.states:
             self._check_state(state)
+        self._check_needed_states()
         self._check_manifests()
         # A batch is counted over all its rows; with a shard those of former batches are lost.
         if not self._run.run.lost_shards and set(self._run.names) <= self._facts.keys():
@@ -50,7 +51,6 @@ class TrainingCheck:
     def _check_state(self, state: graph_pb2.StateRecord) -> None:
         self._report.checked["states"] += 1
         where = f"{self._run_id} state {state.policy} v{state.version}"
-        self._check_named([state.weights, state.master, state.moments, state.gradients], where)
         ids = [*state.ledger, *state.dropped]
         self._report.expect(
             len(set(ids)) == len(ids), "ledger", where, "a micro-batch is in it twice"
@@ -66,6 +66,23 @@ class TrainingCheck:
                     where,
                     f"micro-batch {name} is of policy {record.policy}, batch {record.batch}",
                 )
+
+    def _check_needed_states(self) -> None:
+        """What a run goes on from is there; see `flexmarl.core.retention`.
+
+        Of a committed version the record alone is kept beside what its manifest names: the sum of
+        gradients that it may name went with the update.
+        """
+        manifests = self._record.manifests
+        committed = manifests[-1].version if manifests else -1
+        newest: dict[str, int] = {}
+        for state in self._record.states:
+            newest[state.policy] = max(newest.get(state.policy, -1), state.version)
+        for state in self._record.states:
+            if state.version == newest[state.policy] or state.version > committed:
+                where = f"{self._run_id} state {state.policy} v{state.version}"
+                named = [state.weights, state.master, state.moments, state.gradients]
+                self._check_named(named, where)
 
     def _check_manifests(self) -> None:
         used: dict[str, int] = {}
