@@ -72,6 +72,8 @@ class CompletionServer:
 
         class OnSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             daemon_threads = True
+            # A full queue refuses whoever dials a socket of the file system; vLLM's holds 2,048.
+            request_queue_size = 2048
 
         if socket is None:
             self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
