@@ -24,6 +24,23 @@ class Kept:
     floor: int
 
 
+def needed_sets(saved: Iterable[SavedSet], *, committed: int) -> list[SavedSet]:
+    """Returns the sets that a run goes on from: each policy's newest, and all uncommitted ones.
+
+    Of the others the record alone may be kept, beside what the manifest of its version names: the
+    sum of gradients that it may name went with the update.
+
+    Args:
+        saved: All state records of the run.
+        committed: Newest version; -1 before the first.
+    """
+    sets = list(saved)
+    newest: dict[str, int] = {}
+    for item in sets:
+        newest[item.policy] = max(newest.get(item.policy, -1), item.version)
+    return [s for s in sets if s.version == newest[s.policy] or s.version > committed]
+
+
 def keep(
     *,
     manifests: Mapping[int, Collection[str]],
@@ -50,13 +67,8 @@ def keep(
     floors += [version for version in (on_disk, *pinned) if version is not None]
     floor = min(floors, default=0)
     keys = {key for version in versions if version >= floor for key in manifests[version]}
-    newest: dict[str, SavedSet] = {}
     sets = list(saved)
-    for item in sets:
-        if item.policy not in newest or item.version > newest[item.policy].version:
-            newest[item.policy] = item
-    committed = versions[-1] if versions else -1
-    needed = [s for s in sets if newest[s.policy] is s or s.version > committed]
+    needed = needed_sets(sets, committed=versions[-1] if versions else -1)
     for item in needed:
         keys |= item.keys
     records = {(s.policy, s.version) for s in sets if s in needed or s.version >= floor}

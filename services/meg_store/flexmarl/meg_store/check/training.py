@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import graph_pb2
+from flexmarl.core import retention
 from flexmarl.core import store_keys as keys
 from flexmarl.core.batch_account import BatchAccount
 from flexmarl.core.ids import parse_batch
@@ -68,21 +69,19 @@ class TrainingCheck:
                 )
 
     def _check_needed_states(self) -> None:
-        """What a run goes on from is there; see `flexmarl.core.retention`.
-
-        Of a committed version the record alone is kept beside what its manifest names: the sum of
-        gradients that it may name went with the update.
-        """
+        """What a run goes on from is there."""
         manifests = self._record.manifests
+        states = {(state.policy, state.version): state for state in self._record.states}
+        saved = [
+            retention.SavedSet(policy=policy, version=version, keys=frozenset())
+            for policy, version in states
+        ]
         committed = manifests[-1].version if manifests else -1
-        newest: dict[str, int] = {}
-        for state in self._record.states:
-            newest[state.policy] = max(newest.get(state.policy, -1), state.version)
-        for state in self._record.states:
-            if state.version == newest[state.policy] or state.version > committed:
-                where = f"{self._run_id} state {state.policy} v{state.version}"
-                named = [state.weights, state.master, state.moments, state.gradients]
-                self._check_named(named, where)
+        for needed in retention.needed_sets(saved, committed=committed):
+            state = states[needed.policy, needed.version]
+            where = f"{self._run_id} state {state.policy} v{state.version}"
+            named = [state.weights, state.master, state.moments, state.gradients]
+            self._check_named(named, where)
 
     def _check_manifests(self) -> None:
         used: dict[str, int] = {}

@@ -51,6 +51,7 @@ from flexmarl.core.dispatch_events import (
     VertexDetached,
     VertexReady,
     WeightsKnown,
+    split_attempt_id,
 )
 from flexmarl.core.dispatch_records import PolicyBook
 from flexmarl.core.errors import ErrorReason
@@ -201,8 +202,9 @@ class CallDesk:
             attempt_id = result.attempt_id
             if attempt_id in self._writing:
                 continue  # it came again after a reconnect; it is acknowledged once it is stored
-            vertex_id, mark, number = attempt_id.rpartition("#")
-            if not mark or not number.isdecimal():
+            try:
+                vertex_id, _ = split_attempt_id(attempt_id)
+            except ValueError:
                 # Nobody's: not let go, it would come again for ever, and keep what is behind it.
                 self.counters["unreadable_results"] += 1
                 session.outgoing.add().stored.append(attempt_id)

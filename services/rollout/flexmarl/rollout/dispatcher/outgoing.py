@@ -8,10 +8,17 @@ from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from flexmarl.core.errors import DomainError
+from flexmarl.rollout.pieces import frames_of
+from flexmarl.runtime.children import ChildProcess
+from flexmarl.runtime.logging import get_logger
+
 MessageT = TypeVar("MessageT", bound=Message)
 
 LATER_S: Final = 0.05
 """Longest that something waits for which nobody waits."""
+
+_log = get_logger(__name__)
 
 
 class Outgoing(Generic[MessageT]):
@@ -58,3 +65,17 @@ class Outgoing(Generic[MessageT]):
         """Ends the sender; what was not taken is dropped."""
         self._closed = True
         self._filled.set()
+
+
+async def send_to_child(outgoing: Outgoing[MessageT], child: ChildProcess) -> None:
+    """Sends a child what is added for it, until `close` or the end of its link."""
+    while (message := await outgoing.take()) is not None:
+        try:
+            for frame in frames_of(message):
+                await child.link.send(frame)
+        except DomainError as error:
+            # Where the link has ended the reader sees it, too. One that does not take what it is
+            # sent would wait for ever.
+            _log.warning("child_cannot_be_told", child=child.name, error=str(error))
+            child.kill()
+            return

@@ -23,8 +23,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import UserCodeConfig
-from flexmarl.rollout.dispatcher.outgoing import Outgoing
-from flexmarl.rollout.pieces import frames_of
+from flexmarl.rollout.dispatcher.outgoing import Outgoing, send_to_child
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.runtime.config import LogConfig
@@ -192,7 +191,9 @@ class RewardPool:
         slot.outgoing = Outgoing(RewardCommand)
         slot.outgoing.add().setup.CopyFrom(self._setup)
         slot.timed_out = False
-        sender = asyncio.create_task(_send_all(slot.outgoing, child), name=f"{child.name} sender")
+        sender = asyncio.create_task(
+            send_to_child(slot.outgoing, child), name=f"{child.name} sender"
+        )
         try:
             async for frame in child.link:
                 event = RewardEvent.FromString(frame)
@@ -269,15 +270,3 @@ class RewardPool:
             message = f"{what} ended its process {job.deaths} times (exit code {code})"
         failure = Failure(reason=reason, message=message, metadata={"what": what})
         return RewardResult(sample_id=job.job.sample_id, failure=failure)
-
-
-async def _send_all(outgoing: Outgoing[RewardCommand], child: ChildProcess) -> None:
-    while (command := await outgoing.take()) is not None:
-        try:
-            for frame in frames_of(command):
-                await child.link.send(frame)
-        except DomainError as error:
-            # As with workers: where the link has ended the reader sees it, too.
-            _log.warning("reward_process_cannot_be_told", process=child.name, error=str(error))
-            child.kill()
-            return

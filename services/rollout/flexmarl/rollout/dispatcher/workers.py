@@ -18,8 +18,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import UserCodeConfig
-from flexmarl.rollout.dispatcher.outgoing import Outgoing
-from flexmarl.rollout.pieces import frames_of
+from flexmarl.rollout.dispatcher.outgoing import Outgoing, send_to_child
 from flexmarl.rollout.worker.watchdog import held_at, stack_file
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
@@ -237,7 +236,9 @@ class WorkerPool:
     async def _converse(self, slot: WorkerSlot, child: ChildProcess) -> None:
         slot.outgoing = Outgoing(WorkerCommand)
         slot.outgoing.add().setup.CopyFrom(self._setup)
-        sender = asyncio.create_task(_send_all(slot.outgoing, child), name=f"{child.name} sender")
+        sender = asyncio.create_task(
+            send_to_child(slot.outgoing, child), name=f"{child.name} sender"
+        )
         late = asyncio.get_running_loop().call_later(START_S, self._import_hangs, child)
         try:
             async for frame in child.link:
@@ -315,19 +316,6 @@ class WorkerPool:
         return Failure(
             reason=ErrorReason.WORKFLOW_RAISED, message=message, metadata={"sample_id": guilty}
         )
-
-
-async def _send_all(outgoing: Outgoing[WorkerCommand], child: ChildProcess) -> None:
-    while (command := await outgoing.take()) is not None:
-        try:
-            for frame in frames_of(command):
-                await child.link.send(frame)
-        except DomainError as error:
-            # Where the link has ended the reader sees it, too. One that does not take what it is
-            # sent would wait for ever.
-            _log.warning("worker_cannot_be_told", worker=child.name, error=str(error))
-            child.kill()
-            return
 
 
 def _read_report(path: Path) -> Failure | None:
