@@ -20,7 +20,8 @@ import pytest
 from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
 from integration.whole_run import TRAINED, assert_evaluated, assert_whole, num_reports
 
-SIZE = Size()
+SIZE = Size(versions=10)
+"""On a fast machine a version takes 0.2 s: what happens after the second falls within the run."""
 EVALUATED = ("team_reward", *(f"reward/{agent}" for agent in TRAINED))
 
 
@@ -201,6 +202,7 @@ async def survive(
             lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
         )
         cluster.note_processes()
+        assert num_reports(tmp_path / run_id) < size.versions, "the run ended first: make it longer"
         await misfortune()
         await eventually(lambda: client.poll() is not None, what="the run's end", timeout_s=150)
         output = client.stdout.read()

@@ -19,7 +19,8 @@ from meg_store.store_harness import StoreProcess
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.run_store import RunStore
 
-SIZE = Size()
+SIZE = Size(versions=10)
+"""Long enough on a fast machine, too, for what happens to a store after the second version."""
 
 
 @pytest.fixture(scope="module")
