@@ -16,6 +16,7 @@ import sys
 import structlog
 
 from benchmarks.report import Report
+from flexmarl.runtime.polling import poll_in_one_thread
 
 NAMES = ("store", "rollout", "trainer", "pipeline")
 PARTS = {
@@ -46,6 +47,7 @@ def main() -> int:
     )
     # Ended from outside, it stops its processes and removes its folders, as at its own end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    poll_in_one_thread()  # as in the services that are measured, and in what they are compared with
     report = Report()
     try:
         for module in built:

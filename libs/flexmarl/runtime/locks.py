@@ -8,7 +8,8 @@ from flexmarl.core.access import exposure_refusal, is_loopback
 from flexmarl.runtime.config import ConfigError, ServerConfig
 from flexmarl.runtime.gate import Gate
 from flexmarl.runtime.logging import get_logger
-from flexmarl.runtime.tls import ServerCertificates, has_tls
+from flexmarl.runtime.server_certificates import ServerCertificates
+from flexmarl.runtime.tls import has_tls
 from flexmarl.runtime.tokens import read_tokens
 
 _log = get_logger(__name__)

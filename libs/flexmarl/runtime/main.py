@@ -15,6 +15,7 @@ from flexmarl.core.errors import DomainError
 from flexmarl.runtime import own_credentials
 from flexmarl.runtime.config import ConfigError, ServiceConfig, load_config
 from flexmarl.runtime.logging import configure_logging, get_logger
+from flexmarl.runtime.polling import poll_in_one_thread
 from flexmarl.runtime.preconditions import missing_module
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -58,6 +59,7 @@ def run_service(
     log = get_logger(__name__)
     log.info("configuration", config=config.model_dump(mode="json"))
     gc.set_threshold(*GC_THRESHOLDS)
+    poll_in_one_thread()
     try:
         uvloop.run(_coroutine(async_main(config)))
     except (ConfigError, DomainError) as error:
