@@ -22,6 +22,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
 )
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher.checks import check_hello
+from flexmarl.rollout.dispatcher.host_names import HostNames
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
 from flexmarl.runtime.logging import get_logger
 
@@ -105,7 +106,7 @@ class Hosts:
         self._away: dict[str, asyncio.TimerHandle] = {}
         self._listener: HostListener | None = None
         self._last_plan: InstancePlan | None = None
-        self._replaced: set[tuple[str, str]] = set()
+        self._names = HostNames()
         self._started_at = asyncio.get_running_loop().time()
 
     @property
@@ -159,7 +160,7 @@ class Hosts:
         if first is None or not first.HasField("hello"):
             raise DomainError(ErrorReason.INVALID_ARGUMENT, "the first message must be a hello")
         check_hello(first.hello)
-        self._check_alone(first.hello)
+        self._names.check(first.hello)
         session = HostSession(first.hello)
         self._connect(session)
         reader = asyncio.create_task(self._read(session, first, requests), name="host reader")
@@ -207,29 +208,13 @@ class Hosts:
         else:  # of a run that was closed: nobody waits for them
             session.outgoing.add().stored.extend(result.attempt_id for result in results)
 
-    def _check_alone(self, hello: HostHello) -> None:
-        """Refuses a host that another one of its name has taken the place of.
-
-        A host that is started again has its old name and is a new process; the old one is gone. If
-        it is not, two share the name, and each would take the other's requests with every dial.
-        """
-        if (hello.host_id, hello.incarnation) not in self._replaced:
-            return
-        _log.error("host_name_twice", host=hello.host_id, incarnation=hello.incarnation)
-        raise DomainError(
-            ErrorReason.ALREADY_EXISTS,
-            f"host_id {hello.host_id!r}: another engine host was started under this name; give "
-            "each its own host_id",
-            {"host_id": hello.host_id},
-        )
-
     def _connect(self, session: HostSession) -> None:
         host_id = session.host_id
         old = self._sessions.get(host_id)
         if old is not None:
             old.outgoing.close()
             if old.hello.incarnation != session.hello.incarnation:
-                self._replaced.add((host_id, old.hello.incarnation))
+                self._names.replaced(host_id, old.hello.incarnation)
         self._sessions[host_id] = session
         timer = self._away.pop(host_id, None)
         if timer is not None:
@@ -257,6 +242,7 @@ class Hosts:
 
     def _gone(self, host_id: str) -> None:
         del self._away[host_id]
+        self._names.freed(host_id)
         _log.warning("host_gone", host=host_id)
         if self._listener is not None:
             self._listener.host_gone(host_id)
