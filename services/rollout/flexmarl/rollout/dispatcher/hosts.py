@@ -220,6 +220,7 @@ class Hosts:
         if timer is not None:
             timer.cancel()
         _log.info("host_connected", host=host_id, max_instances=session.max_instances)
+        session.outgoing.add()  # an answer at once: one that was refused before learns it from it
         if self._listener is not None:
             self._listener.host_connected(session, session.hello)
         elif self._last_plan is not None:

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from random import Random
 
 from flexmarl.api.rollout.v1.engine_pb2 import (
     ConnectEngineHostRequest,
@@ -143,6 +144,7 @@ class Host:
             outgoing=self._outbox.take,
             on_message=self._on_message,
             on_connected=self._on_connected,
+            rng=Random(),  # noqa: S311 - jitter
         )
 
     def start(self) -> None:
