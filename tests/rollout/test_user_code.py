@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import pytest_asyncio
 from rollout.worker_harness import PRELOAD, SAMPLE, Bench, WorkerHarness, spec
@@ -167,21 +169,100 @@ async def test_an_async_reward_may_raise_anything(bench):
 import asyncio
 class OddError(BaseException):
     pass
+class MuteError(BaseException):
+    def __str__(self):
+        raise OddError("no text")
+class Mapping(dict):
+    def items(self):
+        raise asyncio.CancelledError
+async def leaves():
+    raise SystemExit(3)
 async def team(ctx, query): pass
 async def reward(sample):
     match sample.query["n"]:
         case 0: raise OddError("it")
         case 1: raise asyncio.CancelledError
         case 2: raise SystemExit(3)
+        case 3: raise KeyboardInterrupt
+        case 4: raise GeneratorExit
+        case 5: raise MuteError
+        case 6: return Mapping(echo=1.0)
+        case 7: await asyncio.create_task(leaves())
+        case 8:
+            asyncio.current_task().cancel()
+            await asyncio.sleep(9)
     return 1.0
 """
+    words = [
+        "OddError: it", "CancelledError", "SystemExit: 3", "KeyboardInterrupt", "GeneratorExit",
+        "MuteError: (a MuteError that cannot be shown)", "CancelledError", "SystemExit: 3",
+        "CancelledError",
+    ]  # fmt: skip
     worker = await bench.worker(source)
-    ids = [numbered(n) for n in range(4)]
-    samples = [WorkerSample(spec=spec(i, query={"n": n})) for n, i in enumerate(ids)]
+    *odd, last = [numbered(n) for n in range(len(words) + 1)]
+    samples = [WorkerSample(spec=spec(i, query={"n": n})) for n, i in enumerate([*odd, last])]
     ends = await worker.run(*samples)
-    assert [ends[i].status for i in ids] == [FAILED, FAILED, FAILED, DONE]
-    assert {ends[i].failure.reason for i in ids[:3]} == {"REWARD_RAISED"}
-    assert "OddError: it" in ends[ids[0]].failure.message
+    for sample_id, word in zip(odd, words, strict=True):
+        end = ends[sample_id]
+        assert (end.status, end.failure.reason) == (FAILED, "REWARD_RAISED"), end
+        assert f"reward team:reward raised {word}" in end.failure.message
+        assert not end.HasField("rewards")
+    assert ends[last].status == DONE
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+async def test_a_sample_that_is_cut_while_an_async_reward_runs_ends_as_cut(bench, tmp_path, heeds):
+    source = """
+import asyncio
+from pathlib import Path
+async def team(ctx, query):
+    return "said"
+async def reward(sample):
+    Path(sample.query["begun"]).touch()
+    while True:
+        try:
+            await asyncio.sleep(99)
+        except BaseException:
+            Path(sample.query["cut"]).touch()
+            if sample.query["heeds"]:
+                return 1.0
+"""
+    worker = await bench.worker(source)
+    begun, cut = tmp_path / "begun", tmp_path / "cut"
+    query = {"begun": str(begun), "cut": str(cut), "heeds": heeds}
+    await worker.send(WorkerCommand(start=[WorkerSample(spec=spec(query=query))]))
+    async with asyncio.timeout(20):
+        while not begun.exists():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+    await worker.send(WorkerCommand(cancel_sample_ids=[SAMPLE]))
+    (end,) = (await worker.until_ended([SAMPLE])).values()
+    assert end.status == CANCELLED
+    assert not end.HasField("rewards")
+    assert cut.exists()
+
+
+async def test_what_a_reward_starts_for_all_of_them_outlives_it(bench):
+    """Such as a task that asks a reward model about several samples at once."""
+    source = """
+import asyncio
+asked = asyncio.Queue()
+async def serve():
+    while True:
+        (await asked.get()).set_result(2.0)
+server = None
+async def team(ctx, query): pass
+async def reward(sample):
+    global server
+    server = server or asyncio.create_task(serve())
+    score = asyncio.get_running_loop().create_future()
+    asked.put_nowait(score)
+    return await score
+"""
+    worker = await bench.worker(source, workflow={"reward_timeout_s": 10})
+    for number in range(2):
+        sample_id = numbered(number)
+        end = (await worker.run(WorkerSample(spec=spec(sample_id))))[sample_id]
+        assert (end.status, end.rewards.team) == (DONE, 2.0), end.failure
 
 
 async def test_a_sample_is_cut_whether_its_workflow_heeds_it_or_not(bench):

@@ -71,7 +71,7 @@ def _of_call(reason: Any, message: Any, metadata: Mapping[Any, Any]) -> Failure:
 def _text(value: Any) -> str:  # noqa: ANN401
     try:
         return str(value)
-    except Exception:  # noqa: BLE001 - it is the user's
+    except BaseException:  # noqa: BLE001 - it is the user's, and may raise anything
         return f"(a {type(value).__name__} that cannot be shown)"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.common.v1.common_pb2 import Failure
-from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, SampleEnd, WorkerSample
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.paths import sort_key
@@ -35,7 +36,9 @@ class SampleRun:
     """Runs one sample and ends it with its reward.
 
     `execute` waits for the workflow (freed by its end, by sample_timeout_s, or by `cancel` and the
-    time to clean up), then for the reward function (freed by its end, or by reward_timeout_s).
+    time to clean up), then for an async reward function (freed by its end, by reward_timeout_s, or
+    by `cancel` likewise). Each runs in a task of its own: what user code raises, be it a
+    cancellation, is that task's outcome, and never the sample's.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class SampleRun:
         self._tools = ToolCaller(user, exchange=self._exchange, threads=threads)
         self._query: Any = None
         self._tasks: set[SampleTask] = set()
-        self._root: SampleTask | None = None
+        self._running: asyncio.Task[Any] | None = None
         self._stopped = asyncio.get_running_loop().create_future()
         self._cancelled = False
 
@@ -73,17 +76,11 @@ class SampleRun:
 
     async def execute(self) -> SampleEnd:
         """Runs the sample to its end; never raises for what user code does."""
-        root = self._root = start_root(self, self._workflow(), asyncio.get_running_loop())
+        root = start_root(self, self._workflow(), asyncio.get_running_loop())
         if self._cancelled:
             root.cancel()
         try:
-            await asyncio.wait(
-                {root, self._stopped},
-                timeout=self._user.config.workflow.sample_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if self._stopped.done():
-                await asyncio.wait({root}, timeout=STOP_GRACE_S)
+            await self._wait_for(root, self._user.config.workflow.sample_timeout_s)
         finally:
             self._close()
         end = SampleEnd(sample_id=self.spec.sample_id)
@@ -98,6 +95,15 @@ class SampleRun:
             await self._finish(root.result(), end)
         return end
 
+    async def _wait_for(self, task: asyncio.Task[Any], timeout_s: float) -> None:
+        """Waits for user code, which may not have ended afterwards."""
+        self._running = task
+        await asyncio.wait(
+            {task, self._stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self._stopped.done():
+            await asyncio.wait({task}, timeout=STOP_GRACE_S)
+
     async def _workflow(self) -> Any:  # noqa: ANN401 - whatever the workflow returns
         self._query = json.loads(self.spec.query_json)
         context = SampleContext(
@@ -108,8 +114,8 @@ class SampleRun:
     def _stop(self) -> None:
         if not self._stopped.done():
             self._stopped.set_result(None)
-        if self._root is not None:
-            self._root.cancel()
+        if self._running is not None:
+            self._running.cancel()
 
     def _close(self) -> None:
         """Cuts the work that the workflow no longer waits for."""
@@ -145,42 +151,53 @@ class SampleRun:
     async def _finish(self, output: Any, end: SampleEnd) -> None:  # noqa: ANN401
         section = self._user.config.workflow
         workflow = f"workflow {section.entry}"
-        what, reason = workflow, ErrorReason.WORKFLOW_RAISED
         calls, tools = _by_path(self._agents.finished), _by_path(self._tools.finished)
-        try:
+        scored_here = inspect.iscoroutinefunction(self._user.reward)
+        end.status = common_pb2.SAMPLE_STATUS_DONE
+        with self._failing(end, ErrorReason.WORKFLOW_RAISED, workflow):
             end.output_json = to_shown_json(output, what="its output")
-            if inspect.iscoroutinefunction(self._user.reward):
-                what, reason = f"reward {section.reward}", ErrorReason.REWARD_RAISED
-                sample = FinishedSample(query=self._query, output=output, calls=calls, tools=tools)
-                end.rewards.CopyFrom(await self._reward(sample, what))
-            else:
+            if not scored_here:
                 end.reward_job = encode_job(
                     self.spec.query_json, output, calls, tools, what=workflow
                 )
+        if scored_here and end.status == common_pb2.SAMPLE_STATUS_DONE:
+            sample = FinishedSample(query=self._query, output=output, calls=calls, tools=tools)
+            await self._score(sample, end)
+
+    async def _score(self, sample: FinishedSample, end: SampleEnd) -> None:
+        """Runs an async reward function, which shares the loop: it waits for others, mostly."""
+        section = self._user.config.workflow
+        what = f"reward {section.reward}"
+        scoring = asyncio.get_running_loop().create_task(self._user.reward(sample))
+        try:
+            await self._wait_for(scoring, section.reward_timeout_s)
+        finally:
+            scoring.cancel()
+        if self._cancelled:
+            end.status = common_pb2.SAMPLE_STATUS_CANCELLED
+            return
+        with self._failing(end, ErrorReason.REWARD_RAISED, what):
+            if not scoring.done():
+                raise DomainError(
+                    ErrorReason.REWARD_RAISED,
+                    f"{what} did not end within reward_timeout_s = {section.reward_timeout_s:g}",
+                    {"what": what},
+                )
+            agents = self._user.agents.keys()
+            scores = to_reward_set(scoring.result(), sample=sample, agents=agents, what=what)
+            end.rewards.CopyFrom(scores)
+
+    @contextmanager
+    def _failing(self, end: SampleEnd, reason: ErrorReason, what: str) -> Iterator[None]:
+        """Fails the sample with whatever is raised; nothing is awaited, so it is the user's."""
+        try:
+            yield
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             end.status = common_pb2.SAMPLE_STATUS_FAILED
-            folder = self._user.folder
-            failure = failures.of_exception(error, reason=reason, what=what, folder=folder)
+            failure = failures.of_exception(
+                error, reason=reason, what=what, folder=self._user.folder
+            )
             end.failure.CopyFrom(failure)
-        else:
-            end.status = common_pb2.SAMPLE_STATUS_DONE
-
-    async def _reward(self, sample: FinishedSample, what: str) -> RewardSet:
-        """Runs an async reward function, which shares the loop: it waits for others, mostly."""
-        timeout_s = self._user.config.workflow.reward_timeout_s
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                returned = await self._user.reward(sample)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DomainError(
-                ErrorReason.REWARD_RAISED,
-                f"{what} did not end within reward_timeout_s = {timeout_s:g}",
-                {"what": what},
-            ) from None
-        return to_reward_set(returned, sample=sample, agents=self._user.agents.keys(), what=what)
 
 
 def _by_path(calls: list[Output]) -> tuple[Output, ...]:
