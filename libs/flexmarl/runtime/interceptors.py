@@ -127,16 +127,20 @@ class _Guard:
 
         async def call(request: Any, context: Context) -> Any:  # noqa: ANN401 - any message
             started = self._enter(context)
-            code = "OK"
+            code, refusal = "OK", None
             try:
                 check_again = self._admit(request, context)
                 self._check_deadline(context, started)
                 return await behavior(self._checked(request, check_again), context)
-            except BaseException as error:  # noqa: BLE001 - a process edge; it raises on
+            except BaseException as error:
                 code = _code_of(error, context)
-                await self._translate(error, context)
+                refusal = self._refusal(error)
+                if refusal is None:
+                    raise
+                await abort(context, refusal)
             finally:
                 self._leave(started, code)
+                del request, context, refusal  # see `abort`
 
         return call
 
@@ -145,7 +149,7 @@ class _Guard:
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
             started = self._enter(context)
-            code = "OK"
+            code, refusal = "OK", None
             try:
                 check_again = self._admit(request, context)
                 self._check_deadline(context, started)
@@ -158,11 +162,15 @@ class _Guard:
             except GeneratorExit:
                 code = "CANCELLED"
                 raise
-            except BaseException as error:  # noqa: BLE001 - a process edge; it raises on
+            except BaseException as error:
                 code = _code_of(error, context)
-                await self._translate(error, context)
+                refusal = self._refusal(error)
+                if refusal is None:
+                    raise
+                await abort(context, refusal)
             finally:
                 self._leave(started, code)
+                del request, context, refusal  # see `abort`
 
         return stream
 
@@ -200,17 +208,18 @@ class _Guard:
                 ErrorReason.DEADLINE_REQUIRED, f"{method} needs a deadline", {"method": method}
             )
 
-    async def _translate(self, error: BaseException, context: Context) -> NoReturn:
+    def _refusal(self, error: BaseException) -> DomainError | None:
+        """What the caller is told; None of what passes through as it is."""
         if isinstance(error, DomainError):
-            await abort(context, error)
+            return error
         if isinstance(error, TimeoutError):
             message = f"{self._stats.method}: time ran out in the service"
-            await abort(context, DomainError(ErrorReason.DEADLINE_EXCEEDED, message))
+            return DomainError(ErrorReason.DEADLINE_EXCEEDED, message)
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             _log.error("rpc_failed", method=self._stats.method, exc_info=error)
             message = f"{self._stats.method} failed inside the service; its log has the cause"
-            await abort(context, DomainError(ErrorReason.INTERNAL, message))
-        raise error
+            return DomainError(ErrorReason.INTERNAL, message)
+        return None
 
 
 async def _each_checked(
@@ -222,10 +231,21 @@ async def _each_checked(
 
 
 async def abort(context: Context, error: DomainError) -> NoReturn:
-    """End the call with the error as `google.rpc.Status` with an `ErrorInfo`."""
+    """End the call with the error as `google.rpc.Status` with an `ErrorInfo`.
+
+    gRPC's state of the call keeps the exception that ends it. An exception keeps the error that it
+    came of, and the locals of every function on its way; any of those that holds the context holds
+    that state again, and with it the request, until some full collection.
+    """
     code = grpc.StatusCode[error.reason.status]
     details = ((STATUS_DETAILS_KEY, status_of(error).SerializeToString()),)
-    await context.abort(code, error.message, details)
+    try:
+        await context.abort(code, error.message, details)
+    except grpc.aio.AbortError as ended:
+        ended.__context__ = None
+        raise
+    finally:
+        del context, error
 
 
 def status_of(error: DomainError) -> Any:  # noqa: ANN401 - google.rpc has no stubs

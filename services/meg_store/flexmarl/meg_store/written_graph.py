@@ -135,7 +135,7 @@ class CheckedVertices:
             self._vertices = iter(())
 
     def finish(self) -> None:
-        """Check those that were not checked yet.
+        """Check those that were not checked yet; once, for a refusal is told once.
 
         Raises:
             DomainError: INVALID_ARGUMENT, MESSAGE_TOO_LARGE.
@@ -143,8 +143,11 @@ class CheckedVertices:
         """
         for _ in self.in_slices():
             pass
-        if self._refused is not None:
-            raise self._refused
+        try:
+            if self._refused is not None:
+                raise self._refused
+        finally:
+            self._refused = None  # its traceback holds this, which holds what the call brought
 
     def each(self) -> Iterator[CheckedVertex]:
         """One after the other."""
