@@ -53,9 +53,9 @@ async def serve(config: TrainerConfig) -> None:
             ) as children,
             Background(lambda name, error: server.request_stop(f"{name} failed", error)) as tasks,
         ):
-            trainer = Trainer(config, children, tasks, spans=spans)
-            tasks.start("spans", spans.keep_flushing(span_dir))
             operations = Operations(tasks, max_kept=config.max_operations)
+            trainer = Trainer(config, children, tasks, operations=operations, spans=spans)
+            tasks.start("spans", spans.keep_flushing(span_dir))
             servicer.open(trainer, operations)
             server.add_metrics(
                 METRICS,

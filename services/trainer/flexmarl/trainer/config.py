@@ -104,6 +104,9 @@ class TrainerConfig(ServiceConfig):
     """Longest start of a worker."""
     command_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Longest work of a rank on one command; a rank that takes longer is ended."""
+    close_grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """How long the end of a run waits for what its policies have under way here; a worker that is
+    at work for it after that is ended. Keep it well below the 10 s that an orchestrator waits."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait of a rank for the others."""
     peer_silence_s: Annotated[float, Field(gt=0)] = 10.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.bundle import materialise
@@ -12,11 +13,16 @@ from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.trainer.config import TrainerConfig
+from flexmarl.trainer.rank_group import RankGroup
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenRun:
-    """See the module's text; `term` is the newest orchestrator's."""
+    """See the module's text.
+
+    `term` is the newest orchestrator's; `ranks` are the groups of workers that were told to do
+    something for the run.
+    """
 
     run_id: str
     created_unix_ns: int
@@ -26,6 +32,7 @@ class OpenRun:
     model_hashes: dict[str, str]
     package: Path | None
     store: RunStore
+    ranks: WeakSet[RankGroup] = field(default_factory=WeakSet)
 
     def package_path(self, policy: str) -> str:
         """Folder of the workflow package where a policy needs its code, else ""."""

@@ -31,6 +31,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Entry:
+    run_id: str
     payload_hash: bytes
     operation: trainer_pb2.Operation
     done: asyncio.Event
@@ -54,7 +55,9 @@ class Operations:
         self._max_kept = max_kept
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def start(self, request: Message, request_id: str, work: Work) -> trainer_pb2.Operation:
+    def start(
+        self, request: Message, request_id: str, work: Work, *, run_id: str
+    ) -> trainer_pb2.Operation:
         """Starts the work of a request, or finds it again.
 
         Raises:
@@ -74,7 +77,7 @@ class Operations:
             return entry.operation
         self._make_room()
         operation = trainer_pb2.Operation(operation_id=request_id)
-        entry = self._entries[request_id] = _Entry(payload_hash, operation, asyncio.Event())
+        entry = self._entries[request_id] = _Entry(run_id, payload_hash, operation, asyncio.Event())
         name = f"{type(request).__name__} {request_id}"
         entry.task = self._background.start(name, self._run(entry, work))
         entry.task.add_done_callback(lambda _: self._ended(entry))
@@ -103,6 +106,11 @@ class Operations:
         entry = self._require(operation_id)
         if entry.task is not None:
             entry.task.cancel()
+
+    def of_run(self, run_id: str) -> list[asyncio.Task[None]]:
+        """Returns the operations of a run that have not ended."""
+        entries = (entry for entry in self._entries.values() if entry.run_id == run_id)
+        return [entry.task for entry in entries if entry.task is not None and not entry.task.done()]
 
     async def _run(self, entry: _Entry, work: Work) -> None:
         operation = entry.operation

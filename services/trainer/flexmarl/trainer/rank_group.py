@@ -6,6 +6,7 @@ Ranks after the first `num_near` are on slots that other trainers lend; they are
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -64,6 +65,7 @@ class RankGroup:
         self.num_near = len(workers)
         self.workers: tuple[Rank, ...] = (*workers, *lent)
         self._timeout_s = command_timeout_s
+        self._at_work: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -77,6 +79,12 @@ class RankGroup:
         """Ends the workers; each slot gets a fresh one."""
         for worker in self.workers:
             worker.replace()
+
+    def end_work(self) -> None:
+        """Ends the workers that are at work for this group; each slot gets a fresh one."""
+        for worker in self.workers:
+            if self._at_work[worker.slot]:
+                worker.kill()
 
     async def prefetch(
         self, segments: Sequence[rank_pb2.MappedSegment]
@@ -99,7 +107,7 @@ class RankGroup:
         # Workers do not wait for each other here, so one that fails is no reason to end others;
         # but the caller's leases are held until the last one has read.
         calls = (
-            worker.call(command, timeout_s=self._timeout_s)
+            self._call(worker, command)
             for worker, command in zip(self.workers, commands, strict=True)
         )
         replies: list[rank_pb2.RankReply] = []
@@ -115,7 +123,7 @@ class RankGroup:
     async def command(self, command: rank_pb2.RankCommand) -> list[rank_pb2.RankReply]:
         """Sends one command to every rank; see `each`."""
         if len(self.workers) == 1:
-            return [await self.workers[0].call(command, timeout_s=self._timeout_s)]
+            return [await self._call(self.workers[0], command)]
         return await self.each([_copy(command) for _ in self.workers])
 
     async def each(self, commands: Sequence[rank_pb2.RankCommand]) -> list[rank_pb2.RankReply]:
@@ -128,7 +136,7 @@ class RankGroup:
                 vain.
         """
         tasks = [
-            asyncio.ensure_future(worker.call(command, timeout_s=self._timeout_s))
+            asyncio.ensure_future(self._call(worker, command))
             for worker, command in zip(self.workers, commands, strict=True)
         ]
         try:
@@ -149,6 +157,13 @@ class RankGroup:
         if errors:
             raise _cause(errors, hung)
         return [task.result() for task in tasks]
+
+    async def _call(self, worker: Rank, command: rank_pb2.RankCommand) -> rank_pb2.RankReply:
+        self._at_work[worker.slot] += 1
+        try:
+            return await worker.call(command, timeout_s=self._timeout_s)
+        finally:
+            self._at_work[worker.slot] -= 1
 
 
 def _cause(errors: Sequence[BaseException], hung: Sequence[str]) -> BaseException:

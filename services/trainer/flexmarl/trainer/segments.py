@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2
@@ -19,6 +20,9 @@ from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.totals import IN, OUT, Traffic
 
 HOLDER = "trainer"
+
+_OPENED_S: Final = 1.0
+"""Longest wait for the answer of a store that may have given a lease that nobody needs any more."""
 
 _TIERS = {
     "memory": meg_store_pb2.SEGMENT_TIER_MEMORY,
@@ -87,14 +91,11 @@ class StateSegments:
         Raises:
             DomainError: See `StoreClient.open_segment`; CHECKSUM_MISMATCH when verified.
         """
-        opened = await asyncio.gather(
-            *(self._open(ref.key) for ref in refs.values()), return_exceptions=True
-        )
-        readers = [reader for reader in opened if isinstance(reader, SegmentReader)]
+        opening = [asyncio.create_task(self._open(ref.key)) for ref in refs.values()]
         try:
-            for failure in opened:
-                if isinstance(failure, BaseException):
-                    raise failure
+            if opening:
+                await asyncio.wait(opening)
+            readers = [task.result() for task in opening]
             if self._verify:
                 await asyncio.gather(*(asyncio.to_thread(_check_content, r) for r in readers))
             self._traffic[IN] += sum(ref.size_bytes for ref in refs.values())
@@ -109,7 +110,7 @@ class StateSegments:
                 for (kind, ref), reader in zip(refs.items(), readers, strict=True)
             ]
         finally:
-            await asyncio.gather(*(reader.close() for reader in readers))
+            await asyncio.gather(*(_give_back(task) for task in opening))
 
     async def allocate(
         self,
@@ -208,6 +209,14 @@ class StateTargets:
         for _, writer in self._writers.values():
             if writer.object is None:
                 writer.abandon()
+
+
+async def _give_back(opening: asyncio.Task[SegmentReader]) -> None:
+    """Closes a reader; one that is being opened still, for who was cancelled meanwhile, too."""
+    await asyncio.wait([opening], timeout=_OPENED_S)
+    opened = not opening.cancel() and not opening.cancelled()
+    if opened and opening.exception() is None:
+        await opening.result().close()
 
 
 async def _seal(

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import Message
 
 from flexmarl.api.trainer.v1 import trainer_pb2 as pb
 from flexmarl.api.trainer.v1 import trainer_pb2_grpc
@@ -27,6 +26,16 @@ _WAIT_SHARE = 0.5
 """Share of its caller's time that a wait may take. On a crowded machine an answer may be seconds on
 its way, and one that comes after the deadline looks like none: a minute of those, and the caller
 takes a trainer at work for one that is gone."""
+
+_Starts: TypeAlias = (
+    pb.BindPolicyRequest
+    | pb.ComputeGradientsRequest
+    | pb.SaveGradientsRequest
+    | pb.ApplyUpdateRequest
+    | pb.SuspendPolicyRequest
+    | pb.PrefetchPolicyRequest
+)
+"""Requests that start an operation."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -83,7 +92,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
             beyond=list(request.beyond),
             version=request.version if request.HasField("version") else None,
         )
-        return pb.BindPolicyResponse(operation=self._start(request, request.request_id, work))
+        return pb.BindPolicyResponse(operation=self._start(request, work))
 
     async def ComputeGradients(
         self, request: pb.ComputeGradientsRequest, context: Context
@@ -99,7 +108,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
             weights_hash=request.weights_hash,
             fetch=partial(self.trainer.fetch, request.run_id, record.rows),
         )
-        return pb.ComputeGradientsResponse(operation=self._start(request, request.request_id, work))
+        return pb.ComputeGradientsResponse(operation=self._start(request, work))
 
     async def SaveGradients(
         self, request: pb.SaveGradientsRequest, context: Context
@@ -107,7 +116,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         """See the contract."""
         bind_ids(run=request.run_id, policy=request.policy)
         binding = self.trainer.binding(request.run_id, request.policy, term=request.term)
-        operation = self._start(request, request.request_id, binding.save)
+        operation = self._start(request, binding.save)
         return pb.SaveGradientsResponse(operation=operation)
 
     async def ApplyUpdate(
@@ -121,7 +130,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
             batch=request.batch,
             micro_batch_ids=list(request.micro_batch_ids),
         )
-        return pb.ApplyUpdateResponse(operation=self._start(request, request.request_id, work))
+        return pb.ApplyUpdateResponse(operation=self._start(request, work))
 
     async def SuspendPolicy(
         self, request: pb.SuspendPolicyRequest, context: Context
@@ -129,7 +138,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         """See the contract."""
         bind_ids(run=request.run_id, policy=request.policy)
         binding = self.trainer.binding(request.run_id, request.policy, term=request.term)
-        operation = self._start(request, request.request_id, binding.suspend)
+        operation = self._start(request, binding.suspend)
         return pb.SuspendPolicyResponse(operation=operation)
 
     async def PrefetchPolicy(
@@ -140,7 +149,7 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
         work = partial(
             self.trainer.prefetch, request.run_id, request.policy, slots=list(request.slots)
         )
-        return pb.PrefetchPolicyResponse(operation=self._start(request, request.request_id, work))
+        return pb.PrefetchPolicyResponse(operation=self._start(request, work))
 
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: Context
@@ -190,8 +199,8 @@ class Servicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise DomainError(ErrorReason.NOT_READY, "the trainer is starting its workers")
         return self._operations
 
-    def _start(self, request: Message, request_id: str, work: Work) -> pb.Operation:
-        return self.operations.start(request, request_id, work)
+    def _start(self, request: _Starts, work: Work) -> pb.Operation:
+        return self.operations.start(request, request.request_id, work, run_id=request.run_id)
 
     def _status(self) -> pb.TrainerStatus:
         status = self.trainer.status()

@@ -26,8 +26,10 @@ from flexmarl.trainer.keepers import Keepers
 from flexmarl.trainer.lenders import Lenders
 from flexmarl.trainer.lending import Loan, LoanParts, first_word
 from flexmarl.trainer.open_run import OpenRun, read_run
+from flexmarl.trainer.operations import Operations
 from flexmarl.trainer.pool import WorkerPool
 from flexmarl.trainer.rank_group import RankGroup
+from flexmarl.trainer.run_end import end_run
 from flexmarl.trainer.segments import SegmentNames, StateSegments
 from flexmarl.trainer.state_layout import MOMENTS
 from flexmarl.trainer.totals import Totals
@@ -45,6 +47,7 @@ class Trainer:
         config: Configuration.
         children: Starts worker processes.
         background: Owns tasks.
+        operations: Those that are under way.
         spans: Timeline.
     """
 
@@ -54,12 +57,14 @@ class Trainer:
         children: Children,
         background: Background,
         *,
+        operations: Operations,
         spans: SpanRecorder,
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self.totals = Totals()
         self._config = config
         self._background = background
+        self._operations = operations
         self._spans = spans
         self._runs: dict[str, OpenRun] = {}
         self._run_locks: dict[str, asyncio.Lock] = {}
@@ -102,6 +107,8 @@ class Trainer:
     async def close_run(self, run_id: str, *, term: int) -> None:
         """Ends all that a run has here; nothing is saved, an unknown run is closed already.
 
+        Work under way is awaited for `close_grace_s` and then ended; it holds nothing afterwards.
+
         Raises:
             DomainError: TERM_STALE.
         """
@@ -116,7 +123,8 @@ class Trainer:
             self._budgets = {key: b for key, b in self._budgets.items() if key.run_id != run_id}
             self._left = {key: s for key, s in self._left.items() if key.run_id != run_id}
             del self._runs[run_id]
-            await run.store.close()
+            # Who asked for it may go away meanwhile; what is begun here is brought to its end.
+            await asyncio.shield(self._end(run, grace_s=self._config.close_grace_s))
         self._run_locks.pop(run_id, None)
 
     async def bind(
@@ -204,7 +212,7 @@ class Trainer:
         state = await run.store.get_state(run_id, policy)
         if state is None or not state.HasField("master"):
             return trainer_pb2.PrefetchResult()
-        ranks = self._ranks(slots)
+        ranks = self._ranks(run, slots)
         async with self._segments(run, policy, term=0).opened(
             {"master": state.master, "moments": state.moments}
         ) as segments:
@@ -245,10 +253,13 @@ class Trainer:
         )
 
     async def close(self) -> None:
-        """Closes connections; the workers end with their owner."""
-        for run in self._runs.values():
-            await run.store.close()
+        """Ends what is under way and closes connections; the workers end with their owner."""
+        await asyncio.gather(*(self._end(run, grace_s=0.0) for run in self._runs.values()))
         await self._lenders.close()
+
+    def _end(self, run: OpenRun, *, grace_s: float) -> asyncio.Task[None]:
+        work = self._operations.of_run(run.run_id)
+        return self._background.start(f"end of {run.run_id}", end_run(run, work, grace_s=grace_s))
 
     def _slot_status(self, slot: str) -> trainer_pb2.SlotStatus:
         worker = self._pool.workers[slot]
@@ -335,12 +346,16 @@ class Trainer:
             on_lost=self._lost,
         )
 
-    def _ranks(self, slots: Sequence[str], borrowed: Sequence[Borrowed] = ()) -> RankGroup:
-        return RankGroup(
+    def _ranks(
+        self, run: OpenRun, slots: Sequence[str], borrowed: Sequence[Borrowed] = ()
+    ) -> RankGroup:
+        ranks = RankGroup(
             [self._pool.workers[slot] for slot in slots],
             [rank for others in borrowed for rank in others.ranks],
             command_timeout_s=self._config.command_timeout_s,
         )
+        run.ranks.add(ranks)
+        return ranks
 
     def _segments(self, run: OpenRun, policy: str, *, term: int) -> StateSegments:
         config = run.config.policies[policy]
@@ -366,7 +381,7 @@ class Trainer:
             model_hash=run.model_hashes[policy],
             package_path=run.package_path(policy),
             init_seed=derive(run.config.seed, "init", policy),
-            ranks=self._ranks(claim.slots, borrowed),
+            ranks=self._ranks(run, claim.slots, borrowed),
             borrowed=borrowed,
             store=run.store,
             segments=self._segments(run, policy, term=claim.term),

@@ -122,7 +122,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """CloseRun ends all that the run has on this trainer; nothing is saved.
+        """CloseRun ends all that the run has on this trainer; nothing is saved. Work under way is awaited
+        for a while and then ended; when this answers, it holds no lease of the store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

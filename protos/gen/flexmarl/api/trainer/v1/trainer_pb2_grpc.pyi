@@ -41,7 +41,9 @@ class TrainerServiceStub:
     OpenRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]
     """OpenRun prepares a run: reads its config, unpacks its models."""
     CloseRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]
-    """CloseRun ends all that the run has on this trainer; nothing is saved."""
+    """CloseRun ends all that the run has on this trainer; nothing is saved. Work under way is awaited
+    for a while and then ended; when this answers, it holds no lease of the store.
+    """
     BindPolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.BindPolicyRequest, _trainer_pb2.BindPolicyResponse]
     """BindPolicy binds a policy's process group to slots and loads its newest saved state, or makes set 0."""
     ComputeGradients: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeGradientsRequest, _trainer_pb2.ComputeGradientsResponse]
@@ -83,7 +85,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     OpenRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]  # type: ignore[assignment]
     """OpenRun prepares a run: reads its config, unpacks its models."""
     CloseRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """CloseRun ends all that the run has on this trainer; nothing is saved."""
+    """CloseRun ends all that the run has on this trainer; nothing is saved. Work under way is awaited
+    for a while and then ended; when this answers, it holds no lease of the store.
+    """
     BindPolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.BindPolicyRequest, _trainer_pb2.BindPolicyResponse]  # type: ignore[assignment]
     """BindPolicy binds a policy's process group to slots and loads its newest saved state, or makes set 0."""
     ComputeGradients: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeGradientsRequest, _trainer_pb2.ComputeGradientsResponse]  # type: ignore[assignment]
@@ -134,7 +138,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CloseRunResponse, _abc.Awaitable[_trainer_pb2.CloseRunResponse]]:
-        """CloseRun ends all that the run has on this trainer; nothing is saved."""
+        """CloseRun ends all that the run has on this trainer; nothing is saved. Work under way is awaited
+        for a while and then ended; when this answers, it holds no lease of the store.
+        """
 
     @_abc_1.abstractmethod
     def BindPolicy(
