@@ -1,11 +1,13 @@
 """Which host runs which instance: every policy keeps one (I10).
 
-Instances are spread over the hosts with the most room left, so that one host's death takes as few
-of a policy's instances as possible. An instance stays on the host that has it.
+A policy's instances are spread over the hosts, so that one host's death takes as few of them as
+possible; between equals the host with the fewest instances gets one. An instance stays on the host
+that has it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,7 +64,7 @@ def place(
 
     First one instance of every policy, then the second of each, and so on, while there is room: a
     shortage takes instances from the policies with most, never a policy's only one. Of a policy's
-    instances those come first that run already.
+    instances, and of as many of several policies, those come first that run already.
 
     Args:
         assigned: Policy of each instance.
@@ -76,21 +78,30 @@ def place(
     by_policy: dict[str, list[str]] = {}
     for name in sorted(assigned, key=lambda name: (current.get(name) not in room, _natural(name))):
         by_policy.setdefault(assigned[name], []).append(name)
-    order = [
-        names[rank]
-        for rank in range(max(map(len, by_policy.values()), default=0))
-        for _, names in sorted(by_policy.items())
-        if rank < len(names)
-    ]
-    placed: dict[str, str] = {}
+    order = sorted(
+        (rank, current.get(name) not in room, policy, name)
+        for policy, names in by_policy.items()
+        for rank, name in enumerate(names)
+    )
+    chosen = [name for *_, name in order[: sum(room.values())]]
     used = dict.fromkeys(room, 0)
-    for name in order[: sum(room.values())]:
-        host = current.get(name)
-        if host is None or used.get(host, 0) >= room.get(host, 0):
-            free = [h for h in sorted(room) if used[h] < room[h]]
-            host = min(free, key=lambda h: (used[h], h))
+    shares: Counter[tuple[str, str]] = Counter()
+    placed: dict[str, str] = {}
+
+    def put(name: str, host: str) -> None:
         placed[name] = host
         used[host] += 1
+        shares[assigned[name], host] += 1
+
+    # What runs is counted first: nothing that is to be started takes its place.
+    for name in chosen:
+        host = current.get(name)
+        if host in room and used[host] < room[host]:
+            put(name, host)
+    for name in chosen:
+        if name not in placed:
+            free = [host for host in sorted(room) if used[host] < room[host]]
+            put(name, min(free, key=lambda h: (shares[assigned[name], h], used[h])))
     return placed
 
 

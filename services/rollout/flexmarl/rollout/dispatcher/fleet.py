@@ -20,7 +20,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
 from flexmarl.core.balance_monitor import MoveCosts
 from flexmarl.core.dispatch_events import InstanceChanged, InstanceUse, WeightsKnown
 from flexmarl.core.errors import DomainError
-from flexmarl.core.placement import HostRoom, check_capacity, instance_id, place
+from flexmarl.core.placement import check_capacity, instance_id, place
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.engine_options import engine_options
 from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
@@ -92,6 +92,8 @@ class Fleet:
         self._starting_since: dict[str, float] = {}
         self._met: set[str] = set()
         self._left_at: dict[str, str] = {}
+        self._succeeds = False
+        self._settling: asyncio.TimerHandle | None = None
 
     @property
     def loads(self) -> Mapping[str, tuple[int, float]]:
@@ -104,14 +106,19 @@ class Fleet:
         Raises:
             DomainError: NOT_ENOUGH_INSTANCES.
         """
-        check_capacity(self._wanted, self._rooms())
+        check_capacity(self._wanted, self._hosts.rooms)
         self._desk = desk
         for session in self._hosts.sessions:
             self._find_running(session)
         self._hosts.listen(self)
+        loop = asyncio.get_running_loop()
+        if (left_s := self._hosts.unsettled_s) > 0:
+            self._settling = loop.call_later(left_s, self._settle)
 
     def close(self) -> None:
         """Ends the instances and stops listening."""
+        if self._settling is not None:
+            self._settling.cancel()
         self._hosts.dismiss(self._plan([]))
 
     def send_plan(self) -> None:
@@ -122,7 +129,7 @@ class Fleet:
     def shortage(self) -> DomainError | None:
         """Why the connected hosts cannot give each policy an instance, if they cannot."""
         try:
-            check_capacity(self._wanted, self._rooms())
+            check_capacity(self._wanted, self._hosts.rooms)
         except DomainError as error:
             return error
         return None
@@ -184,7 +191,7 @@ class Fleet:
             instance.reachable = True
         self._find_running(session)
         self._place(now)
-        self._send_plan(session)
+        self.send_plan()  # to all: where one comes, others may have to take more, or less
         assert self._desk is not None
         if hello.run_id == self._run_id:
             self._take_statuses(session.host_id, hello.instances, now)
@@ -209,9 +216,15 @@ class Fleet:
     def host_gone(self, host_id: str) -> None:
         """A host did not come back: its attempts are lost, its instances go elsewhere."""
         assert self._desk is not None
+        self._left_at = {name: host for name, host in self._left_at.items() if host != host_id}
         for instance in self.instances.on_host(host_id):
             self.instances.remove(instance.instance_id)
             self._desk.instance_changed(_gone(instance))
+        self._place(asyncio.get_running_loop().time())
+        self.send_plan()
+
+    def _settle(self) -> None:
+        """Whoever runs has dialled by now: what was found nowhere is started."""
         self._place(asyncio.get_running_loop().time())
         self.send_plan()
 
@@ -279,13 +292,11 @@ class Fleet:
         assert self._desk is not None
         self._desk.instance_changed(instance.change())
 
-    def _rooms(self) -> list[HostRoom]:
-        return [HostRoom(s.host_id, s.max_instances) for s in self._hosts.sessions]
-
     def _find_running(self, session: HostSession) -> None:
         """Which instances a dispatcher before this one left at a host, and for which policies."""
         if session.hello.run_id != self._run_id:
             return
+        self._succeeds |= bool(session.hello.instances)
         left = {
             status.instance_id: status.policies[0]
             for status in session.hello.instances
@@ -300,21 +311,22 @@ class Fleet:
     def _place(self, now: float) -> None:
         assert self._desk is not None
         hosts = self._left_at | self.instances.hosts()
-        # A host that is away for a moment keeps its instances until it is given up.
-        rooms = self._rooms()
+        rooms = self._hosts.rooms
         here = {room.host_id for room in rooms}
-        away = {name: host for name, host in hosts.items() if host not in here}
-        placed = place(self._assigned, rooms, hosts)
+        # A host that is away for a moment keeps its instances until it is given up.
+        away = {name for name, host in hosts.items() if host not in here}
+        assigned = {n: policy for n, policy in self._assigned.items() if n not in away}
+        if self._succeeds and self._hosts.unsettled_s > 0:
+            # What is not found yet may run where nobody has dialled from yet.
+            assigned = {name: policy for name, policy in assigned.items() if name in hosts}
+        placed = place(assigned, rooms, hosts)
+        for name in sorted(hosts.keys() - away):
+            instance = self.instances.get(name)  # none: a dispatcher before this one had it
+            if instance is not None and placed.get(name) != instance.host_id:
+                self.instances.remove(name)
+                self._desk.instance_changed(_gone(instance))
         for name, host_id in placed.items():
-            if name in away:
-                continue
             self.instances.set(self._spec(name), host_id, now)
-        for name in sorted(hosts.keys() - placed.keys() - away.keys()):
-            instance = self.instances.get(name)
-            if instance is None:
-                continue  # a dispatcher before this one had it, and there is no room for it now
-            self.instances.remove(name)
-            self._desk.instance_changed(_gone(instance))
 
     def _spec(self, instance_id: str) -> InstanceSpec:
         spec = InstanceSpec(instance_id=instance_id)

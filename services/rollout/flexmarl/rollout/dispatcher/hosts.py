@@ -21,6 +21,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
     InstanceStatus,
 )
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.placement import HostRoom
 from flexmarl.rollout.dispatcher.checks import check_hello
 from flexmarl.rollout.dispatcher.host_names import HostNames
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
@@ -114,6 +115,11 @@ class Hosts:
         """Connected hosts by name."""
         return [self._sessions[name] for name in sorted(self._sessions)]
 
+    @property
+    def rooms(self) -> list[HostRoom]:
+        """Room at the connected hosts, by name."""
+        return [HostRoom(session.host_id, session.max_instances) for session in self.sessions]
+
     def session(self, host_id: str) -> HostSession | None:
         """The connection of a host; None while it is away."""
         return self._sessions.get(host_id)
@@ -133,10 +139,15 @@ class Hosts:
         for session in self.sessions:
             self._dismiss(session, last_plan)
 
+    @property
+    def unsettled_s(self) -> float:
+        """How long hosts that a dispatcher before this one had may yet take to dial; then 0."""
+        left_s = self._started_at + SETTLE_S - asyncio.get_running_loop().time()
+        return max(left_s, 0.0)
+
     async def settled(self) -> None:
         """Waits until hosts that a dispatcher before this one had are back; soon, and once."""
-        left_s = self._started_at + SETTLE_S - asyncio.get_running_loop().time()
-        if left_s > 0:
+        if (left_s := self.unsettled_s) > 0:
             await asyncio.sleep(left_s)
 
     def close(self) -> None:

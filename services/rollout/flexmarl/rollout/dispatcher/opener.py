@@ -13,6 +13,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import WorkerSetup
 from flexmarl.client.bundle import materialise
 from flexmarl.client.run_store import RunStore
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.placement import check_capacity
 from flexmarl.rollout.config import RolloutConfig
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.fleet import Fleet
@@ -68,10 +69,19 @@ class RunOpener:
             row = await store.get_run(run_id)
             config = _parse(row)
             setup = await self._set_up(store, row)
+            await self._wait_for_rooms(config)
             return self._build(store, row, config, setup, shards, term)
         except BaseException:
             await store.close()
             raise
+
+    async def _wait_for_rooms(self, config: RunConfig) -> None:
+        """Hosts that a dispatcher before this one had may be about to dial: they count, too."""
+        wanted = {name: policy.rollout.instances for name, policy in config.policies.items()}
+        try:
+            check_capacity(wanted, self._hosts.rooms)
+        except DomainError:
+            await self._hosts.settled()
 
     async def _set_up(self, store: RunStore, row: RunRow) -> WorkerSetup:
         cache = self._config.data_dir / "cache"

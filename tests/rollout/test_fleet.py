@@ -1,0 +1,70 @@
+"""Instances stay where they run, whatever becomes of the connections to their hosts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout.fleet_world import FleetWorld
+from rollout.virtual_time import run_virtually
+
+
+def test_one_host_back_before_the_other_keeps_its_instance():
+    async def run() -> None:
+        world = FleetWorld({"p": 1, "r": 1}, {"a": 1, "b": 1})
+        world.dial()
+        await asyncio.sleep(0.1)
+        world.open()
+        await world.settled()
+        (with_p,) = [h for h in world.model_hosts.values() if h.starts == ["p-0"]]
+        (with_r,) = [h for h in world.model_hosts.values() if h.starts == ["r-0"]]
+        await world.hang_up()
+        world.dial(with_r.host_id)
+        await asyncio.sleep(1)
+        world.dial(with_p.host_id)
+        await world.settled()
+        assert (with_p.starts, with_r.starts) == (["p-0"], ["r-0"])
+
+    run_virtually(run())
+
+
+def test_a_new_dispatcher_finds_every_instance_where_it_runs_whoever_dials_first():
+    async def run() -> None:
+        world = FleetWorld({"p": 2, "r": 2}, {"a": 0, "b": 0})
+        world.dial()
+        await asyncio.sleep(0.1)
+        world.open()
+        await world.settled()
+        before = {host.host_id: list(host.starts) for host in world.model_hosts.values()}
+        await world.hang_up()
+        world.restart()
+        world.open()
+        world.dial("a")
+        await asyncio.sleep(0.5)
+        world.dial("b")
+        await world.settled()
+        await asyncio.sleep(5)
+        assert {host.host_id: host.starts for host in world.model_hosts.values()} == before
+
+    run_virtually(run())
+
+
+def test_after_a_restart_a_lost_host_is_made_up_for_by_another():
+    async def run() -> None:
+        world = FleetWorld({"p": 1, "r": 1}, {"a": 0, "b": 0})
+        world.dial()
+        await asyncio.sleep(0.1)
+        world.open()
+        await world.settled()
+        await world.hang_up()
+        world.restart()
+        world.dial()
+        await asyncio.sleep(0.1)
+        world.open()
+        await world.settled()
+        await asyncio.sleep(5)
+        await world.hang_up("b")
+        await asyncio.sleep(6)  # longer than it is waited for
+        await world.settled()
+        assert world.model_hosts["a"].starts == ["p-0", "r-0"]
+
+    run_virtually(run())
