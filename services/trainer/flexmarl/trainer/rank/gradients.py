@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flexmarl.core.passes import Tile, plan_passes
-from flexmarl.runtime.policy_config import PolicyConfig
+from flexmarl.runtime.algorithm_config import LossConfig
 from flexmarl.trainer.rank.losses.base import PolicyLoss
 from flexmarl.trainer.rank.losses.total import Coefficients, LossOutput, total_loss
 from flexmarl.trainer.rank.model import ScoringModel
@@ -25,7 +25,7 @@ class Learner:
     """What forms gradients of the bound policy.
 
     Attributes:
-        config: The policy.
+        loss: How it learns.
         model: Its model.
         state: Its state.
         policy_loss: Its policy loss.
@@ -35,7 +35,7 @@ class Learner:
         device: Device.
     """
 
-    config: PolicyConfig
+    loss: LossConfig
     model: ScoringModel
     state: ShardedState
     policy_loss: PolicyLoss
@@ -116,7 +116,7 @@ def _pass(
     stats: MicroBatchStats,
 ) -> list[LossOutput]:
     """Adds a pass's gradient to the parameters; returns what the loss made of its tiles."""
-    config, world_size = learner.config.loss, learner.group.size()
+    config, world_size = learner.loss, learner.group.size()
     coefficients = Coefficients(
         entropy=config.entropy_at(num_updates),
         kl=0.0 if config.kl is None else config.kl.at(num_updates),

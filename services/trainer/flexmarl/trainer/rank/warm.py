@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from flexmarl.core.passes import Tile
+from flexmarl.api.trainer.v1 import rank_pb2
+from flexmarl.core.activations import MAX_TOKENS
 from flexmarl.runtime.algorithm_config import LossConfig, OptimizerConfig
-from flexmarl.trainer.rank.attention import PACKED, PackedRows, register
+from flexmarl.trainer.rank.attention import PACKED, register
+from flexmarl.trainer.rank.gradients import Learner, add_micro_batch
 from flexmarl.trainer.rank.groups import make_group, mesh_of
 from flexmarl.trainer.rank.losses.ppo_clip import ppo_clip
-from flexmarl.trainer.rank.losses.total import Coefficients, LossInputs, total_loss
 from flexmarl.trainer.rank.memory import DeviceMemory
-from flexmarl.trainer.rank.model import PassInputs, shard
+from flexmarl.trainer.rank.model import shard
 from flexmarl.trainer.rank.optimizer import step
+from flexmarl.trainer.rank.packing import Rows
 from flexmarl.trainer.rank.shards import ShardedState, describe, state_bytes
 from flexmarl.trainer.state_layout import block_of
 
+_MICRO_BATCH: Final = rank_pb2.RankGradients(
+    tokens=np.zeros(7, "<i4").tobytes(),
+    prompt_lengths=np.array([1, 1], "<i4").tobytes(),
+    response_lengths=np.array([3, 2], "<i4").tobytes(),
+    advantages=np.ones(2).tobytes(),
+    temperatures=np.ones(2).tobytes(),
+    logprobs=np.zeros(5).tobytes(),
+)
+
 
 def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s: float) -> None:
-    """Runs two gradient passes and a step of a toy model in a group of one."""
+    """Adds two micro-batches and makes a step of a toy model in a group of one, as work does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     group = make_group(
@@ -49,35 +63,18 @@ def warm(*, position: int, device: torch.device, memory: DeviceMemory, timeout_s
     state = ShardedState(model, block=block, memory=room.memory, prefix="lm.")
     state.flat("master").zero_()
     state.flat("moments").zero_()
-    index = torch.arange(3, device=device)
-    values = torch.ones(3, device=device)
-    inputs = PassInputs(
-        tokens=torch.zeros((1, 4), dtype=torch.int64, device=device),
-        positions=torch.arange(4, device=device)[None],
-        rows=PackedRows(count=1, width=4, places=None),
-        scored=index,
-        targets=index,
-        temperatures=values,
+    learner = Learner(
+        loss=LossConfig(entropy=0.1),
+        model=model,
+        state=state,
+        policy_loss=ppo_clip,
+        max_tokens=MAX_TOKENS,
+        reference=None,
+        group=group,
+        device=device,
     )
-
-    def loss(_: Tile, current: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        inputs = LossInputs(
-            current=current,
-            entropy=entropy,
-            behaviour=current.detach(),
-            reference=None,
-            advantage=values,
-            row=torch.zeros_like(index),
-            row_tokens=torch.full_like(index, 3),
-            mask=torch.ones(3, dtype=torch.bool, device=device),
-            num_rows=1,
-        )
-        return total_loss(inputs, LossConfig(), Coefficients(entropy=0.1), ppo_clip).total
-
     for _ in range(2):
-        state.begin_gradients()
-        torch.autograd.backward(model.loss(inputs, loss, row_ends=(3,), entropy=True))
-        state.add(state.gradients())
+        add_micro_batch(Rows.parse(_MICRO_BATCH), learner, num_updates=0)
     step(
         state,
         config=OptimizerConfig(),

@@ -223,7 +223,7 @@ class RankWorker:
                 key, lambda: Reference(bound.state, _first_of(bound, seed=seed))
             )
         return Learner(
-            config=config,
+            loss=config.loss,
             model=resident.model,
             state=bound.state,
             policy_loss=choose(config.loss.kind, package=Path(command.package_path)),
