@@ -20,7 +20,8 @@ from integration.cluster_harness import Size, eventually
 from integration.whole_run import assert_whole
 
 SERVICES = ("meg-store", "rollout", "engine-host", "trainer", "orchestrator")
-VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "60"))
+VERSIONS = int(os.environ.get("FLEXMARL_COMPOSE_VERSIONS", "200"))
+"""Two a second on a fast machine, where a container needs some seconds to come back."""
 QUICKSTART = Size(versions=VERSIONS, groups=32, samples=8)
 CUT_S = 10.0
 LEARNT = 0.9
