@@ -8,7 +8,7 @@ import re
 
 import pytest
 import pytest_asyncio
-from rollout.dispatcher_harness import Cluster, HostStandIn, Services
+from rollout.dispatcher_harness import Cluster, HostStandIn
 from rollout.worker_harness import run_config, write_model, write_team
 
 from flexmarl.api.common.v1.common_pb2 import (
@@ -37,13 +37,6 @@ BALANCE = {
 }  # fmt: skip
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def services(tmp_path_factory):
-    shared = Services(tmp_path_factory.mktemp("services"), host_grace_s=1.5)
-    yield shared
-    shared.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

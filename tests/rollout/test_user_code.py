@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import pytest_asyncio
-from rollout.worker_harness import PRELOAD, SAMPLE, Bench, WorkerHarness, spec
+from rollout.worker_harness import SAMPLE, Bench, WorkerHarness, spec
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.rollout.v1.worker_pb2 import (
@@ -16,7 +16,6 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
     WorkerSample,
 )
 from flexmarl.rollout.worker.exchange import MAX_OPEN
-from flexmarl.runtime.children import Children
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
 FAILED = common_pb2.SAMPLE_STATUS_FAILED
@@ -107,17 +106,6 @@ CASES = {
     "large calls": ("WORKFLOW_RAISED", ["with its calls", "more than 67108864"]),
     "simulated": ("WORKFLOW_RAISED", ["simulated= takes a Simulated, not str"]),
 }
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def children():
-    async with Children(preload=PRELOAD) as owner:
-        yield owner
-
-
-@pytest.fixture
-def bench(children, tmp_path):
-    return Bench(children, tmp_path)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import pytest_asyncio
 from rollout.worker_harness import (
     EOS,
-    PRELOAD,
     SAMPLE,
-    Bench,
     WorkerHarness,
     run_config,
     spec,
@@ -23,7 +20,6 @@ from rollout.worker_harness import (
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerCommand, WorkerSample
 from flexmarl.rollout.worker.watchdog import EXIT_STUCK
-from flexmarl.runtime.children import Children
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
 FAILED = common_pb2.SAMPLE_STATUS_FAILED
@@ -37,17 +33,6 @@ def reward(sample):
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def children():
-    async with Children(preload=PRELOAD) as owner:
-        yield owner
-
-
-@pytest.fixture
-def bench(children, tmp_path):
-    return Bench(children, tmp_path)
 
 
 QUICKSORT = """

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import pytest_asyncio
 from rollout.worker_harness import (
     EOS,
-    PRELOAD,
     SAMPLE,
-    Bench,
     spec,
     text_of,
     tokens_of,
@@ -19,7 +16,6 @@ from rollout.worker_harness import (
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerCommand, WorkerSample
-from flexmarl.runtime.children import Children
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
 FAILED = common_pb2.SAMPLE_STATUS_FAILED
@@ -27,17 +23,6 @@ SUPERSEDED = common_pb2.SAMPLE_STATUS_SUPERSEDED
 REWARD = "\ndef reward(sample):\n    return 1.0\n"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def children():
-    async with Children(preload=PRELOAD) as owner:
-        yield owner
-
-
-@pytest.fixture
-def bench(children, tmp_path):
-    return Bench(children, tmp_path)
 
 
 def workflow(body: str, *, before: str = "", reward: str = REWARD) -> str:
