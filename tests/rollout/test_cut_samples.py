@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import psutil
 import pytest
-from rollout.dispatcher_harness import user_code_of
+from rollout.dispatcher_harness import Cluster, user_code_of
 from rollout.team_kit import opened
 
 from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.meg_store.v1.meg_store_pb2 import GroupClosure
+from flexmarl.client.errors import NotFoundError, UnavailableError
+from flexmarl.client.rollout import RolloutClient
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
 
@@ -76,3 +82,87 @@ async def test_what_is_cut_has_ended_when_that_is_answered(make, tmp_path):
         assert status.counters["samples_done"] == 1
         # What it still tried in its last moments reached nobody.
         await cluster.until(lambda s: s.queues["q"].num_running + s.queues["q"].num_waiting == 0)
+
+
+async def close_group(cluster: Cluster, sample_id: str) -> None:
+    """As an orchestrator does when it has the answer that its samples are cut."""
+    dropped = GroupClosure(
+        group_id=sample_id.rpartition("-")[0],
+        status=common_pb2.GROUP_STATUS_DROPPED,
+        drop_reason=common_pb2.VOID_REASON_GROUP_DROPPED,
+    )
+    await cluster.store.close_groups(cluster.run_id, [dropped], term=cluster.term)
+
+
+async def test_a_cut_that_its_dispatcher_did_not_live_to_store_is_made_by_the_next_one(
+    make, tmp_path
+):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        host.answer = lambda r: [1, 2] if r.policy == "p" else None
+        cut, other = await cluster.admit(0, groups=2)
+        await cluster.until(lambda s: s.queues["q"].num_running == 4)
+        cluster.store_service.kill()  # no end is stored while the dispatcher lives
+        cutting = asyncio.create_task(
+            cluster.rollout.cancel_samples(cluster.run_id, [cut], term=cluster.term)
+        )
+        async with asyncio.timeout(10):
+            while len(host.aborts) < 2:  # noqa: ASYNC110 - it has heard of the cut
+                await asyncio.sleep(0.01)
+        cluster.rollout_service.kill()
+        await cluster.store_service.start()
+        await cluster.rollout_service.start()
+        assert (await cluster.graph(cut)).sample.status == common_pb2.SAMPLE_STATUS_OPEN
+        # What the dispatcher is asked is asked again until it is answered, and then its group ends.
+        closing = asyncio.create_task(close_after(cluster, cutting, cut))
+        await cluster.rollout.open_run(cluster.run_id, term=cluster.term, shards=cluster.shards)
+        await cluster.activate(0)
+        await cluster.start([spec for spec in cluster.specs if spec.sample_id == other])
+        await closing
+        graph = await cluster.graph(cut)
+        assert graph.sample.status == common_pb2.SAMPLE_STATUS_CANCELLED
+        assert (graph.sample.num_vertices, list(graph.sample.used_policies)) == (1, ["p"])
+        # A start of it that comes late begins nothing.
+        await cluster.start(cluster.specs)
+        assert (await cluster.status()).num_open_samples == 1
+        host.answer = lambda r: [1, 2]
+        for request in [r for r in host.requests if r.attempt_id.startswith(other)][-2:]:
+            host.finish(request, [1, 2])
+        await cluster.until_ended()
+        assert (await cluster.samples())[other].status == DONE
+
+
+async def close_after(cluster: Cluster, cutting: asyncio.Task[None], sample_id: str) -> None:
+    with contextlib.suppress(NotFoundError):  # a dispatcher that has none of them: none is cut
+        await cutting
+    await close_group(cluster, sample_id)
+
+
+async def test_what_is_cut_and_never_began_or_has_ended_stays_as_it_is(make, tmp_path):
+    async with make() as cluster:
+        await opened(cluster, tmp_path)
+        (ended,) = await cluster.admit(0)
+        await cluster.until_ended()
+        before = (await cluster.samples())[ended]
+        (never,) = await cluster.admit(1, start=False)
+        cluster.rollout_service.kill()
+        await cluster.rollout_service.start()
+        await cluster.open()
+        names = [ended, never, "b000000a0-g0077-s000a0", "nobody", ""]
+        await cluster.rollout.cancel_samples(cluster.run_id, names, term=cluster.term)
+        status = await cluster.status()
+        assert status.num_open_samples == 0
+        assert not status.HasField("fatal"), status.fatal
+        assert (await cluster.samples())[ended] == before
+        assert await cluster.samples(1) == {}
+
+
+async def test_a_cut_is_answered_when_its_run_is_open(make, tmp_path):
+    async with make() as cluster:
+        await cluster.create_run(tmp_path / "data.jsonl")
+        async with RolloutClient.connect(cluster.rollout_service.address, patience_s=0) as client:
+            with pytest.raises(UnavailableError, match="not open here yet"):
+                await client.cancel_samples(cluster.run_id, ["nobody"], term=1)
+            await cluster.open()
+            await client.cancel_samples(cluster.run_id, ["nobody"], term=cluster.term)

@@ -89,7 +89,18 @@ class Rollout:
         return self.incarnation
 
     async def cancel_samples(self, run_id: str, term: int, sample_ids: Iterable[str]) -> None:
-        """Cuts samples."""
+        """Cuts samples, also those that a dispatcher before this one had.
+
+        Raises:
+            DomainError: UNAVAILABLE, until a run is open: whoever cuts samples opens it again, and
+                ends their groups once this is answered.
+        """
+        if self._run is None:
+            raise DomainError(
+                ErrorReason.UNAVAILABLE,
+                f"run {run_id!r} is not open here yet: its samples are cut when it is",
+                {"run": run_id},
+            )
         await self._get(run_id, term).cancel_samples(sample_ids)
 
     async def compute_advantages(

@@ -24,6 +24,7 @@ from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 from flexmarl.api.meg_store.v1.meg_store_pb2 import (
     WRITE_OUTCOME_ACCEPTED,
     WRITE_OUTCOME_DUPLICATE,
+    GetSampleGraphResponse,
 )
 from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1.worker_pb2 import (
@@ -39,7 +40,7 @@ from flexmarl.core.errors import ErrorReason
 from flexmarl.rollout.dispatcher import rows
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.rewards import RewardPool
-from flexmarl.rollout.dispatcher.samples import SampleState, Stage
+from flexmarl.rollout.dispatcher.samples import SampleState, Stage, spec_of
 from flexmarl.rollout.dispatcher.stored import StoredRows
 from flexmarl.rollout.dispatcher.workers import WorkerPool, WorkerSlot
 from flexmarl.rollout.dispatcher.writer import GraphWriter
@@ -144,14 +145,14 @@ class SampleFlow:
             self._writer.sample(rows.open_sample(spec), [], partial(self._opened, sample))
 
     async def cancel(self, sample_ids: Iterable[str]) -> None:
-        """Cuts samples, and returns when that is stored; unknown ones are ignored.
+        """Cuts samples, and returns when that is stored; those that nobody began are ignored.
 
         Whoever cuts a sample ends its group next, and what comes after that is late. Waits for the
         store, at most CUT_S: a sample that is cut ends here, whatever its worker makes of it.
         """
         cut: list[asyncio.Future[None]] = []
         for sample_id in sample_ids:
-            sample = self._samples.get(sample_id)
+            sample = self._samples.get(sample_id) or self._left_open(sample_id)
             if sample is None:
                 continue
             cut.append(self._stored_end(sample_id))
@@ -166,6 +167,25 @@ class SampleFlow:
                 self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
         if cut:
             await asyncio.wait(cut, timeout=CUT_S)
+
+    def _left_open(self, sample_id: str) -> SampleState | None:
+        """A sample that is cut and was never started here: one before may have left it open."""
+        spec = None if sample_id in self._ended else spec_of(sample_id)
+        if spec is None:
+            return None
+        sample = self._samples[sample_id] = SampleState(spec, stage=Stage.READING)
+        self._open[spec.version] += 1
+        self._background.start(f"read {sample_id}", self._end_left_open(sample))
+        return sample
+
+    async def _end_left_open(self, sample: SampleState) -> None:
+        """Ends a cut sample as the store has it; waits for a place among the reads, and for it."""
+        graph = await self._stored.find_graph(sample.spec.sample_id)
+        if graph is None or not _is_open(graph):
+            self._forget(sample)
+            return
+        self._count_stored(sample, graph.vertices)
+        self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
 
     def _stored_end(self, sample_id: str) -> asyncio.Future[None]:
         """Done when the sample's end is stored."""
@@ -229,20 +249,20 @@ class SampleFlow:
         graph = await self._stored.graph(sample.spec.sample_id)
         if self._samples.get(sample.spec.sample_id) is not sample:
             return
-        if graph.sample.status not in (
-            common_pb2.SAMPLE_STATUS_OPEN,
-            common_pb2.SAMPLE_STATUS_UNSPECIFIED,
-        ):
+        if not _is_open(graph):
             self._forget(sample)
             return
         finished = (common_pb2.VERTEX_STATUS_DONE, common_pb2.VERTEX_STATUS_FAILED)
         stored = [vertex for vertex in graph.vertices if vertex.meta.status in finished]
+        self._count_stored(sample, stored)
+        self._desk.counters["replayed"] += len(stored)
+        self._submit(sample, stored)
+
+    def _count_stored(self, sample: SampleState, stored: Iterable[Vertex]) -> None:
         for vertex in stored:
             if vertex.meta.status == common_pb2.VERTEX_STATUS_DONE:
                 sample.done.add(vertex.meta.vertex_id)
                 _count(sample, vertex)
-        self._desk.counters["replayed"] += len(stored)
-        self._submit(sample, stored)
 
     def _submit(self, sample: SampleState, stored: list[Vertex]) -> None:
         if sample.cancelled:
@@ -464,6 +484,10 @@ class SampleFlow:
         if self._open[version] <= 0:
             del self._open[version]
             self._listener.version_done()
+
+
+def _is_open(graph: GetSampleGraphResponse) -> bool:
+    return graph.sample.status == common_pb2.SAMPLE_STATUS_OPEN
 
 
 def _count(sample: SampleState, vertex: Vertex) -> None:

@@ -8,8 +8,29 @@ from enum import Enum, auto
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, SampleEnd
+from flexmarl.core.ids import SampleId
 from flexmarl.rollout.dispatcher.results import KeptTokens
 from flexmarl.rollout.dispatcher.workers import WorkerSlot
+
+
+def spec_of(sample_id: str) -> SampleSpec | None:
+    """What a sample's id alone says of it; None when it is no id of a sample."""
+    try:
+        sample = SampleId.parse(sample_id)
+    except ValueError:
+        return None
+    batch = sample.group.batch
+    return SampleSpec(
+        sample_id=sample_id,
+        group_id=str(sample.group),
+        batch=batch.batch,
+        batch_attempt=batch.attempt,
+        ordinal=sample.ordinal,
+        sample_attempt=sample.attempt,
+        group_ordinal=sample.group.ordinal,
+        evaluation=batch.evaluation,
+        version=batch.batch,
+    )
 
 
 class Stage(Enum):

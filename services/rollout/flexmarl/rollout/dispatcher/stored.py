@@ -14,6 +14,8 @@ from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason
 
 MAX_READS: Final = 16
 RETRY_S: Final = 1.0
+_ABSENT: Final = frozenset((ErrorReason.NOT_FOUND, ErrorReason.VERTEX_NOT_FOUND))
+"""What was asked for is not there: no trouble of the store's, whoever asked decides."""
 
 T = TypeVar("T")
 
@@ -36,11 +38,24 @@ class StoredRows:
         self._reads = asyncio.Semaphore(MAX_READS)
 
     async def graph(self, sample_id: str) -> GetSampleGraphResponse:
-        """A sample with its vertices; waits for a place among the reads, and for the store."""
+        """A sample with its vertices; waits for a place among the reads, and for the store.
+
+        Raises:
+            DomainError: NOT_FOUND; no such sample is stored.
+        """
         async with self._reads:
             return await self._patiently(
                 lambda: self._store.get_sample_graph(self._run_id, sample_id, view=VERTEX_VIEW_FULL)
             )
+
+    async def find_graph(self, sample_id: str) -> GetSampleGraphResponse | None:
+        """The same, of a sample that may never have begun; None then."""
+        try:
+            return await self.graph(sample_id)
+        except DomainError as error:
+            if error.reason is not ErrorReason.NOT_FOUND:
+                raise
+            return None
 
     async def answer(self, vertex_id: str, agent: str) -> CallAnswer:
         """What a stored vertex answers its call with; waits for the store."""
@@ -73,7 +88,7 @@ class StoredRows:
             try:
                 return await read()
             except DomainError as error:
-                if error.reason is ErrorReason.VERTEX_NOT_FOUND:
+                if error.reason in _ABSENT:
                     raise
                 self._on_trouble(error)
                 if error.reason.family is not ErrorFamily.UNAVAILABLE:
