@@ -170,3 +170,28 @@ def test_a_call_that_waits_or_has_half_its_tokens_elsewhere_starts_anew_after_it
     assert box(VertexDetached("s/w")) == []
     assert not box.core.is_wanted("s/w#1")
     assert again.attempt == 1
+
+
+def test_a_result_to_what_an_attempt_of_its_name_was_asked_before_is_no_result():
+    # A worker died before its call had an attempt that could be held, and asks otherwise now; its
+    # host still has an attempt of that name.
+    box = Box(up("i0"), ready("s/0:0", input_hash=b"new"))
+    old = ok("s/0:0#1")._replace(input_hash=b"old")
+    assert sent(box(old)) == []
+    assert sent(box.at(1.0)) == [("s/0:0#2", "i0")]
+    new = ok("s/0:0#2")._replace(input_hash=b"new")
+    assert box(new) == [Accept("s/0:0#2", "s/0:0", 2)]
+
+
+def test_a_held_attempt_is_answered_only_by_what_it_was_asked():
+    box = Box(up("i0"), held("s/0:0#1", asked=b"asked"))
+    other = ok("s/0:0#1")._replace(input_hash=b"other")
+    assert box(other) == [Duplicate("s/0:0#1")]
+    assert box(ok("s/0:0#1")._replace(input_hash=b"asked")) == [Hold("s/0:0#1")]
+
+
+def test_tokens_for_another_prompt_are_not_gone_on_from():
+    box = Box(up("i0"), ready("s/0:0", input_hash=b"new"), InstanceVacating("i0"))
+    given = AttemptAborted("s/0:0#1", 0, "h0", 3, b"old")
+    assert box(given) == [Vacated("i0")]
+    assert box(up("i1"))[0].num_kept == 0

@@ -62,6 +62,8 @@ class FleetWorld:
         self.answered: Counter[str] = Counter()
         self.rows: dict[str, Vertex] = {}
         self.samples: dict[str, SampleState] = {}
+        self.all_samples: dict[str, None] = {}
+        self.asked_now: set[str] = set()  # of this dispatcher
         self.restart()
 
     # The dispatcher.
@@ -75,6 +77,7 @@ class FleetWorld:
         self.hosts = Hosts(grace_s=GRACE_S)
         self.instances = InstanceBook()
         self.samples.clear()
+        self.asked_now.clear()
 
     def open(self) -> None:
         spans = SpanRecorder(service="rollout")
@@ -135,10 +138,16 @@ class FleetWorld:
             sampling=SamplingParams(max_tokens=8),
         )  # fmt: skip
         self.asked[call.vertex_id] = call
+        self.all_samples[sample_id] = None
+        self.asked_now.add(call.vertex_id)
         self.desk.call(sample, call)
 
     def open_calls(self) -> list[AgentCall]:
         return [call for name, call in self.asked.items() if not self.answered[name]]
+
+    def waiting_calls(self) -> list[AgentCall]:
+        """Calls without a result that is being stored."""
+        return [call for call in self.open_calls() if call.vertex_id in self.desk._calls]
 
     def ask_again(self, call: AgentCall, prompt: list[int] | None = None) -> None:
         sample_id = call.sample_id

@@ -27,6 +27,7 @@ from flexmarl.core.engine_host_events import (
     StopEngine,
     TimerFired,
 )
+from flexmarl.core.errors import ErrorReason
 from flexmarl.rollout.dispatcher.hosts import Hosts
 from flexmarl.rollout.engines.results import cut_by_load, refused_version
 from flexmarl.rollout.host.attempts import AttemptBook
@@ -113,6 +114,7 @@ class ModelHost:
         self.rng = rng
         self.mean_s = mean_s
         self.refuse_loads = 0.0
+        self.num_refused = 0
         self.starts: list[str] = []
         self.drawn: list[tuple[str, str]] = []
         self.begin_anew()
@@ -221,6 +223,7 @@ class ModelHost:
         problem = None
         if self.rng.random() < self.refuse_loads:
             problem = Problem("CHECKSUM_MISMATCH", "other bytes")
+            self.num_refused += 1
         else:
             engine.take_over(load)
         self.handle(
@@ -237,11 +240,11 @@ class ModelHost:
             return
         del self.engines[instance_id]
         engine.running.clear()
-        self.router.fail_all_on(instance_id, "CHILD_DIED", "gone")
+        self.router.fail_all_on(instance_id, ErrorReason.CHILD_DIED, "gone")
         self.handle(
             EngineEnded(
                 instance_id=instance_id, generation=engine.generation,
-                problem=Problem("CHILD_DIED", "gone"),
+                problem=Problem(ErrorReason.CHILD_DIED, "gone"),
             )
         )  # fmt: skip
 

@@ -30,6 +30,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs something that waits for time alone, in no time."""
+    """Runs something that waits for time alone, in no time; raises what callbacks raised, too."""
+    raised: list[BaseException] = []
+
+    def note(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        raised.append(context.get("exception") or AssertionError(context["message"]))
+
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
+        runner.get_loop().set_exception_handler(note)
+        try:
+            return runner.run(coroutine)
+        finally:
+            if raised:
+                raise raised[0]

@@ -223,7 +223,8 @@ class Dispatcher:
     def _succeeded(self, event: AttemptSucceeded, now: float, effects: list[Effect]) -> None:
         vertex_id, attempt = split_attempt_id(event.attempt_id)
         vertex = self._vertices.get(vertex_id)
-        if vertex is None and (held := self._held.get(event.attempt_id)) is not None:
+        held = self._held.get(event.attempt_id) if vertex is None else None
+        if held is not None and _answers(event, held.attempt.input_hash):
             held.success = event
             effects.append(Hold(event.attempt_id))
             return
@@ -231,6 +232,9 @@ class Dispatcher:
             effects.append(Duplicate(event.attempt_id))
             return
         ready = vertex.ready
+        if not _answers(event, ready.input_hash):
+            self._failed(_asked_otherwise(event), now, effects)
+            return
         if not self._is_right(vertex, event.version, event.weights_hash):
             self._failed(self._mislabelled(event, vertex), now, effects)
             return
@@ -293,6 +297,7 @@ class Dispatcher:
         if (
             event.num_tokens
             and vertex.ready.resumable
+            and _answers(event, vertex.ready.input_hash)
             and self._is_right(vertex, event.version, event.weights_hash)
         ):
             vertex.num_kept += event.num_tokens
@@ -471,6 +476,16 @@ class Dispatcher:
     def _say_timer(self, at: float | None, effects: list[Effect]) -> None:
         if at is not None:
             effects.append(SetTimer(at))
+
+
+def _answers(event: AttemptSucceeded | AttemptAborted, input_hash: bytes) -> bool:
+    """Whether an attempt was asked this: attempts before it may have had its name."""
+    return not event.input_hash or event.input_hash == input_hash
+
+
+def _asked_otherwise(event: AttemptSucceeded) -> AttemptFailed:
+    message = f"attempt {event.attempt_id} answers what an attempt of its name was asked before"
+    return AttemptFailed(event.attempt_id, True, ErrorReason.CANCELLED, message)
 
 
 def _release(held: Held) -> Release:

@@ -124,12 +124,14 @@ class AttemptSucceeded(NamedTuple):
         version: The one version that sampled all of its tokens; -1 when several did.
         weights_hash: Content hash of the weights that did.
         num_tokens: Length of the response.
+        input_hash: Of what was asked; empty where its host does not say.
     """
 
     attempt_id: str
     version: int
     weights_hash: str
     num_tokens: int
+    input_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,14 @@ class AttemptAborted:
         version: The one version that sampled all of them; -1 when several did.
         weights_hash: Content hash of the weights that did.
         num_tokens: How many.
+        input_hash: Of what was asked; empty where its host does not say.
     """
 
     attempt_id: str
     version: int
     weights_hash: str
     num_tokens: int
+    input_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

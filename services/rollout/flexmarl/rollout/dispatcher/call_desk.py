@@ -200,8 +200,12 @@ class CallDesk:
         heard: dict[str, None] = {}
         for result in results:
             attempt_id = result.attempt_id
-            if attempt_id in self._writing:
-                continue  # it came again after a reconnect; it is acknowledged once it is stored
+            if (host_id := self._writing.get(attempt_id)) is not None:
+                # It came again after a reconnect, and is acknowledged once it is stored; or another
+                # host had an attempt of its name.
+                if host_id != session.host_id:
+                    session.outgoing.add().stored.append(attempt_id)
+                continue
             try:
                 vertex_id, _ = split_attempt_id(attempt_id)
             except ValueError:
@@ -323,7 +327,7 @@ class CallDesk:
                     self._attach(effect, now)
                 case Hold():
                     assert taken is not None, "only results are held"
-                    self._held[effect.attempt_id] = taken
+                    self._hold(effect.attempt_id, taken)
                 case Release():
                     self._release(effect)
                 case Keep():
@@ -343,6 +347,12 @@ class CallDesk:
                 case _:
                     assert_never(effect)
         return effects
+
+    def _hold(self, attempt_id: str, taken: _Taken) -> None:
+        before = self._held.get(attempt_id)
+        if before is not None and before.host_id != taken.host_id:
+            self._acknowledge(attempt_id, before.host_id)  # of one name only one is used
+        self._held[attempt_id] = taken
 
     def _keep(self, effect: Keep, result: GenerateResult) -> None:
         state = self._calls[effect.vertex_id]

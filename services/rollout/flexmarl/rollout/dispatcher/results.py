@@ -75,5 +75,7 @@ def event_of(
         )
         return AttemptFailed(attempt_id, True, ErrorReason.INTERNAL, message)
     if result.finish_reason == ABORTED:
-        return AttemptAborted(attempt_id, version, result.weights_hash, num_tokens)
-    return AttemptSucceeded(attempt_id, version, result.weights_hash, num_tokens)
+        return AttemptAborted(
+            attempt_id, version, result.weights_hash, num_tokens, result.input_hash
+        )
+    return AttemptSucceeded(attempt_id, version, result.weights_hash, num_tokens, result.input_hash)

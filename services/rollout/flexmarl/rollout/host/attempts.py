@@ -96,6 +96,7 @@ class AttemptBook:
         request = running.request
         self._per_instance[request.instance_id] -= 1
         result.num_kept = request.num_kept
+        result.input_hash = request.input_hash
         self._ended[result.attempt_id] = Ended(
             result, request.instance_id, request.version, request.input_hash
         )

@@ -841,6 +841,7 @@ class GenerateResult(_message.Message):
     STARTED_UNIX_NS_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_NS_FIELD_NUMBER: _builtins.int
     NUM_KEPT_FIELD_NUMBER: _builtins.int
+    INPUT_HASH_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Attempt."""
     instance_id: _builtins.str
@@ -859,6 +860,10 @@ class GenerateResult(_message.Message):
     """End on the engine, Unix nanoseconds."""
     num_kept: _builtins.int
     """num_kept of the request, which these tokens go on from; set by the host."""
+    input_hash: _builtins.bytes
+    """input_hash of the request; set by the host. An attempt of this name may have been asked
+    something else: by a dispatcher before this one, or for a worker that died.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampled tokens."""
@@ -891,10 +896,11 @@ class GenerateResult(_message.Message):
         started_unix_ns: _builtins.int = ...,
         finished_unix_ns: _builtins.int = ...,
         num_kept: _builtins.int = ...,
+        input_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "infrastructure", b"infrastructure", "instance_id", b"instance_id", "logprobs", b"logprobs", "num_kept", b"num_kept", "started_unix_ns", b"started_unix_ns", "tokens", b"tokens", "version", b"version", "version_runs", b"version_runs", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "failure", b"failure", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "infrastructure", b"infrastructure", "input_hash", b"input_hash", "instance_id", b"instance_id", "logprobs", b"logprobs", "num_kept", b"num_kept", "started_unix_ns", b"started_unix_ns", "tokens", b"tokens", "version", b"version", "version_runs", b"version_runs", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
