@@ -68,3 +68,71 @@ def test_after_a_restart_a_lost_host_is_made_up_for_by_another():
         assert world.model_hosts["a"].starts == ["p-0", "r-0"]
 
     run_virtually(run())
+
+
+async def opened(instances: dict[str, int], rooms: dict[str, int]) -> FleetWorld:
+    """A world whose instances serve."""
+    world = FleetWorld(instances, rooms)
+    world.dial()
+    await asyncio.sleep(0.1)
+    world.open()
+    await world.settled()
+    await asyncio.sleep(5)
+    return world
+
+
+def test_what_is_sent_as_a_host_comes_back_is_not_taken_for_lost():
+    async def run() -> None:
+        world = await opened({"p": 1}, {"a": 0})
+        await world.hang_up("a")
+        for n in range(20):
+            world.ask(n, "p", [n])
+        await asyncio.sleep(1)
+        world.dial("a")
+        await asyncio.sleep(60)
+        assert not world.open_calls()
+        assert world.desk.counters["retries"] == 0
+        assert len(world.model_hosts["a"].drawn) == 20
+
+    run_virtually(run())
+
+
+def test_a_load_that_was_ordered_as_the_stream_broke_is_ordered_again_at_once():
+    async def run() -> None:
+        world = await opened({"p": 1}, {"a": 0})
+        world.announce(1)
+        await world.hang_up("a")
+        world.dial("a")
+        await world.settled(timeout_s=3)
+
+    run_virtually(run())
+
+
+def test_a_death_is_counted_as_one_and_as_no_refusal():
+    async def run() -> None:
+        world = await opened({"p": 1}, {"a": 0})
+        world.model_hosts["a"].end_engine("p-0")
+        await asyncio.sleep(1)
+        await world.hang_up("a")
+        world.dial("a")
+        await world.settled()
+        counters = world.desk.counters
+        assert (counters["instance_deaths"], counters["weights_refused"]) == (1, 0)
+
+    run_virtually(run())
+
+
+def test_every_refusal_is_counted_once():
+    async def run() -> None:
+        world = await opened({"p": 1}, {"a": 0})
+        host = world.model_hosts["a"]
+        host.refuse_loads = 1.0
+        world.announce(1)
+        for _ in range(45):
+            await asyncio.sleep(0.1)
+            world.fleet.order_loads()
+        host.refuse_loads = 0.0
+        await world.settled()
+        assert world.desk.counters["weights_refused"] == host.num_refused > 1
+
+    run_virtually(run())

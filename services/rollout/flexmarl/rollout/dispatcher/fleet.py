@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from flexmarl.api.common.v1.common_pb2 import ShardAddress
 from flexmarl.api.meg_store.v1.graph_pb2 import ModelRef, PolicyManifest
 from flexmarl.api.rollout.v1.engine_pb2 import (
-    INSTANCE_STATE_DEAD,
     INSTANCE_STATE_EMPTY,
     INSTANCE_STATE_STARTING,
     GenerateResult,
@@ -186,21 +185,23 @@ class Fleet:
 
     def host_connected(self, session: HostSession, hello: HostHello) -> None:
         """A host came, or came back: place instances, and settle what it may have lost."""
+        assert self._desk is not None
         now = asyncio.get_running_loop().time()
-        for instance in self.instances.on_host(session.host_id):
+        there = self.instances.on_host(session.host_id)
+        # Before anything is sent over the new stream, which its hello cannot know.
+        sent = self._desk.attempts_at({instance.instance_id for instance in there})
+        for instance in there:
             instance.reachable = True
+            instance.requested = None  # the order may have been lost with the stream
         self._find_running(session)
         self._place(now)
         self.send_plan()  # to all: where one comes, others may have to take more, or less
-        assert self._desk is not None
         if hello.run_id == self._run_id:
             self._take_statuses(session.host_id, hello.instances, now)
             if session.host_id not in self._met:
                 self._desk.held(hello)
         self._met.add(session.host_id)
         known = set(hello.attempt_ids)
-        there = {i.instance_id for i in self.instances.on_host(session.host_id)}
-        sent = self._desk.attempts_at(there)
         self._desk.lost([a for a in sent if a not in known], session.host_id)
         orphans = [a for a in hello.attempt_ids if not self._desk.is_wanted(a)]
         if orphans:
@@ -243,18 +244,18 @@ class Fleet:
             instance = self.instances.heard(status, host_id, now)
             if instance is None:
                 continue
-            if status.HasField("failure"):
-                self._note_trouble(status)
+            if instance.has_died or instance.has_refused:
+                self._note_trouble(instance)
             self._changed(instance)
             self._orders.heard(instance)
             self._learn_start(instance, now)
             if instance.serving and self._holds_its_own(instance):
                 self._on_serving(instance)
 
-    def _note_trouble(self, status: InstanceStatus) -> None:
+    def _note_trouble(self, instance: Instance) -> None:
         """Tells of a death, or, louder, of weights that are not what they should be."""
         assert self._desk is not None
-        died = status.state == INSTANCE_STATE_DEAD
+        died, status = instance.has_died, instance.status
         self._desk.counters["instance_deaths" if died else "weights_refused"] += 1
         log = _log.warning if died else _log.error
         log(

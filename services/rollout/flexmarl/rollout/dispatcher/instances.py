@@ -44,6 +44,9 @@ class Instance:
         requested: Version and content it was told to load and has not answered about.
         requested_at: When.
         not_before: Time before which a refused load is not repeated.
+        has_died: Whether that is what the host said last, for the first time.
+        has_refused: Whether the host said last that it did not load what it was told to, and had
+            not said so before.
         busy_since: Since when it has had a request; None while idle.
         busy_s: Busy time since `sampled_at`.
         all_busy_s: Busy time since it was placed, up to when it was idle last.
@@ -58,6 +61,8 @@ class Instance:
     requested: tuple[int, str] | None = None
     requested_at: float = 0.0
     not_before: float = 0.0
+    has_died: bool = False
+    has_refused: bool = False
     busy_since: float | None = None
     busy_s: float = 0.0
     all_busy_s: float = 0.0
@@ -171,18 +176,26 @@ class InstanceBook:
         instance = self._instances.get(status.instance_id)
         if instance is None or instance.host_id != host_id:
             return None
-        if status.state != instance.status.state:
+        before, instance.status = instance.status, status
+        if status.state != before.state:
             instance.heard_at = now
-        instance.status = status
         restarted = status.state in (INSTANCE_STATE_STARTING, INSTANCE_STATE_DEAD)
         served = (
             status.state == INSTANCE_STATE_SERVING
             and (status.version, status.weights_hash) == instance.requested
         )
-        refused = status.HasField("failure") and instance.requested is not None
-        if restarted or served or refused:
+        # What fails is said until something succeeds: while the next try is made, too.
+        instance.has_died = status.state == INSTANCE_STATE_DEAD != before.state
+        is_news = (status.state, status.failure) != (before.state, before.failure)
+        instance.has_refused = (
+            status.HasField("failure")
+            and status.state in (INSTANCE_STATE_EMPTY, INSTANCE_STATE_SERVING)
+            and (instance.requested is not None or is_news)
+            and not served
+        )
+        if restarted or served or instance.has_refused:
             instance.requested = None
-        if refused:
+        if instance.has_refused:
             instance.not_before = now + LOAD_RETRY_S
         return instance
 
