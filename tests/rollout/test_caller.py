@@ -15,6 +15,7 @@ from flexmarl.rollout.prompting import build_agents
 from flexmarl.rollout.worker.caller import AgentCaller
 from flexmarl.rollout.worker.calls import CallForm, CallForms
 from flexmarl.rollout.worker.exchange import Exchange
+from flexmarl.rollout.worker.long_prompts import LongPrompts
 from flexmarl.rollout.worker.outbox import Outbox
 from flexmarl.rollout.workflow import Simulated
 
@@ -43,7 +44,7 @@ async def test_who_waits_for_an_answer_holds_no_prompt_but_one_that_goes_on(tmp_
     agents["echo"].model.encode = encode
     outbox = Outbox(nobody)
     exchange = Exchange(WorkerSample(spec=spec()), outbox=outbox, stop=lambda: None)
-    caller = AgentCaller(agents, forms=CallForms(), exchange=exchange)
+    caller = AgentCaller(agents, forms=CallForms(), long_prompts=LongPrompts(), exchange=exchange)
     call = caller.call(
         "echo", path="0:0", after=None, messages=None, tools=None, simulated=None,
         args={"text": "abc"},

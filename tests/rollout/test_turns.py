@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from flexmarl.rollout.turns import SampledTurn, conversation_tokens
+from flexmarl.rollout.turns import SampledTurn, conversation
 
 
 class Codec:
@@ -46,7 +46,7 @@ def talk(*contents: str):
 
 def tokens(codec: Codec, messages, *turns: SampledTurn) -> list[int]:
     end = codec.ids("<e>")
-    return conversation_tokens(messages, turns, render=render, codec=codec, end_tokens=end)
+    return conversation(messages, turns, render=render).tokens(codec=codec, end_tokens=end)
 
 
 def test_sampled_tokens_stay_though_the_text_has_a_shorter_form():
@@ -84,13 +84,9 @@ def test_a_tokenizer_that_knows_the_start_of_a_text_gets_the_whole_text():
 
     messages = talk("x", "ab", "c")
     whole = codec.encode(plain(messages), add_special_tokens=False)
-    kept = conversation_tokens(
-        messages,
-        [SampledTurn(1, "ab", codec.ids("a", "b"))],
-        render=plain,
-        codec=codec,
-        end_tokens=(),
-    )
+    turn = SampledTurn(1, "ab", codec.ids("a", "b"))
+    said = conversation(messages, [turn], render=plain)
+    kept = said.tokens(codec=codec, end_tokens=())
     assert kept == whole
 
 

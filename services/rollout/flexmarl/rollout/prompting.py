@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.chat import ChatTemplate
-from flexmarl.rollout.turns import SampledTurn, conversation_tokens
+from flexmarl.rollout.turns import Conversation, SampledTurn, conversation
 from flexmarl.rollout.workflow import Output
 from flexmarl.runtime.run_config import RunConfig
 from flexmarl.runtime.team_config import AgentConfig
+
+LONG_CHARS: Final = 32_768
+"""Prompts from this length on take more than about 10 ms to become tokens: too long to hold others
+for (90 ms at 200,000 characters, measured with two tokenizers)."""
 
 _MAX_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 
@@ -98,17 +102,57 @@ class ModelText:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; lone surrogates, which no tokenizer takes, become U+FFFD."""
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            encoding = self._tokenizer.encode(clean, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+            return self._encode(clean, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if len(text) < LONG_CHARS:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # of the library's ways the one that lets other threads run
+            batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = batch[0].ids
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens, special ones left out."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+
+class Prompt(NamedTuple):
+    """A call's prompt as text. Its tokens may be made in a thread: nothing of the user's is in it.
+
+    Attributes:
+        agent: Who is asked.
+        said: The text, with the turns of the agent's model in it.
+        is_chat: Whether a chat template has filled it; it has its special tokens then.
+    """
+
+    agent: Agent
+    said: Conversation
+    is_chat: bool
+
+    @property
+    def is_long(self) -> bool:
+        """Whether making its tokens takes so long that it is not done beside others."""
+        return len(self.said.text) >= LONG_CHARS
+
+    def tokens(self) -> list[int]:
+        """Its token ids.
+
+        Raises:
+            DomainError: PROMPT_TOO_LONG; INVALID_ARGUMENT, there are none.
+        """
+        agent = self.agent
+        if self.is_chat:
+            tokens = self.said.tokens(codec=agent.model, end_tokens=agent.stop_token_ids)
+        else:
+            tokens = agent.model.encode(self.said.text, add_special_tokens=True)
+        agent.check_length(len(tokens))
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +190,8 @@ class Agent:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_own: Callable[[Output], bool] = lambda _: False,
-    ) -> list[int]:
-        """Token ids of the prompt of a call.
+    ) -> Prompt:
+        """The prompt of a call.
 
         Args:
             args: Values of the template's placeholders.
@@ -157,7 +201,8 @@ class Agent:
 
         Raises:
             TypeError: The arguments do not fit the template.
-            DomainError: MODEL_INVALID, the model has no chat template; PROMPT_TOO_LONG.
+            DomainError: MODEL_INVALID, the model has no chat template; INVALID_ARGUMENT, it refuses
+                the messages.
         """
         if messages is not None:
             if args:
@@ -165,25 +210,22 @@ class Agent:
                     f"agent {self.name!r}: pass messages or the template's arguments, not both "
                     f"({', '.join(sorted(args))})"
                 )
-            tokens = self._chat([dict(message) for message in messages], tools, is_own)
-        elif self.template is None:
+            return self._chat([dict(message) for message in messages], tools, is_own)
+        if self.template is None:
             raise TypeError(f"agent {self.name!r} has no prompt in the config: pass messages=[...]")
-        elif self.config.chat:
+        if self.config.chat:
             message = {"role": "user", "content": self.template.render(args)}
-            tokens = self._chat([message], tools, is_own)
-        elif tools is not None:
+            return self._chat([message], tools, is_own)
+        if tools is not None:
             raise TypeError(f"agent {self.name!r}: tools= need chat messages, or chat = true")
-        else:
-            tokens = self.model.encode(self.template.render(args), add_special_tokens=True)
-        self._check_length(len(tokens))
-        return tokens
+        return Prompt(self, Conversation(self.template.render(args)), is_chat=False)
 
     def _chat(
         self,
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         is_own: Callable[[Output], bool],
-    ) -> list[int]:
+    ) -> Prompt:
         if self.config.system is not None and (not messages or messages[0].get("role") != "system"):
             messages.insert(0, {"role": "system", "content": self.config.system})
         turns: list[SampledTurn] = []
@@ -195,17 +237,21 @@ class Agent:
             sampled = isinstance(content, Output) and message.get("role") == "assistant"
             if sampled and content.tokens and is_own(content):
                 turns.append(SampledTurn(place, text, content.tokens))
-        return conversation_tokens(
+        said = conversation(
             messages,
             turns,
             render=lambda said: self.model.chat.render(
                 said, agent=self.name, tools=tools, options=self.config.chat_options
             ),
-            codec=self.model,
-            end_tokens=self.stop_token_ids,
         )
+        return Prompt(self, said, is_chat=True)
 
-    def _check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int) -> None:
+        """Refuses a prompt that its policy's context does not hold.
+
+        Raises:
+            DomainError: PROMPT_TOO_LONG; INVALID_ARGUMENT, there are no tokens.
+        """
         limit, wanted = self.max_context, self.config.max_tokens
         if num_tokens == 0:
             raise DomainError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Message = dict[str, Any]
 Render = Callable[[list[Message]], str]
@@ -47,33 +47,49 @@ class SampledTurn:
     tokens: Sequence[int]
 
 
-def conversation_tokens(
-    messages: list[Message],
-    turns: Sequence[SampledTurn],
-    *,
-    render: Render,
-    codec: TokenCodec,
-    end_tokens: Collection[int],
-) -> list[int]:
-    """Token ids of a conversation that the model is to continue.
+class Conversation(NamedTuple):
+    """A rendered conversation that the model is to continue; it makes its tokens in any thread.
+
+    Attributes:
+        text: All of it.
+        turns: Which messages are sampled, in order.
+        pieces: The text around the turns; None when the template changes what they say, or where
+            there are none.
+    """
+
+    text: str
+    turns: Sequence[SampledTurn] = ()
+    pieces: Sequence[str] | None = None
+
+    def tokens(self, *, codec: TokenCodec, end_tokens: Collection[int]) -> list[int]:
+        """Its token ids.
+
+        Args:
+            codec: The model's tokenizer.
+            end_tokens: Tokens that end a response; the template does not repeat one that was
+                sampled.
+        """
+        whole = codec.encode(self.text, add_special_tokens=False)
+        if self.pieces is None:
+            return whole
+        tokens = _spliced(self.pieces, self.turns, codec=codec, end_tokens=end_tokens)
+        # A tokenizer may treat the start of a piece as the start of a text (by a space, say).
+        return tokens if codec.decode(tokens) == codec.decode(whole) else whole
+
+
+def conversation(
+    messages: list[Message], turns: Sequence[SampledTurn], *, render: Render
+) -> Conversation:
+    """Renders a conversation.
 
     Args:
         messages: With texts for contents, also those of `turns`.
         turns: Which messages are sampled, in order.
         render: Fills the chat template.
-        codec: The model's tokenizer.
-        end_tokens: Tokens that end a response; the template does not repeat one that was sampled.
     """
     text = render(messages)
-    whole = codec.encode(text, add_special_tokens=False)
-    if not turns:
-        return whole
-    pieces = _around(messages, turns, render=render, text=text)
-    if pieces is None:
-        return whole
-    tokens = _spliced(pieces, turns, codec=codec, end_tokens=end_tokens)
-    # A tokenizer may treat the start of a piece as the start of a text (by a space, say).
-    return tokens if codec.decode(tokens) == codec.decode(whole) else whole
+    pieces = _around(messages, turns, render=render, text=text) if turns else None
+    return Conversation(text, turns, pieces)
 
 
 def _around(

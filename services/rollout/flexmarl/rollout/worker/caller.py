@@ -10,11 +10,12 @@ from flexmarl.api.meg_store.v1.graph_pb2 import Vertex
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.seeds import VertexSeeds
-from flexmarl.rollout.prompting import Agent
+from flexmarl.rollout.prompting import Agent, Prompt
 from flexmarl.rollout.worker.calls import CallForms, upstream_ids
 from flexmarl.rollout.worker.chains import Chains
 from flexmarl.rollout.worker.exchange import Exchange
 from flexmarl.rollout.worker.leaving import Leaving
+from flexmarl.rollout.worker.long_prompts import LongPrompts
 from flexmarl.rollout.workflow import CallError, Message, Output, Simulated
 
 
@@ -37,15 +38,22 @@ class AgentCaller:
     Args:
         agents: Agents of the run.
         forms: What their calls have in common; of all samples of the worker.
+        long_prompts: Makes tokens of long prompts; for all samples of the worker.
         exchange: The sample's link to its dispatcher.
     """
 
     def __init__(
-        self, agents: Mapping[str, Agent], *, forms: CallForms, exchange: Exchange
+        self,
+        agents: Mapping[str, Agent],
+        *,
+        forms: CallForms,
+        long_prompts: LongPrompts,
+        exchange: Exchange,
     ) -> None:
         self.finished: list[Output] = []
         self._agents = agents
         self._forms = forms
+        self._long_prompts = long_prompts
         self._seeds = VertexSeeds(exchange.spec.seed)
         self._exchange = exchange
         self._leaving = Leaving({name: agent.config.policy for name, agent in agents.items()})
@@ -67,7 +75,12 @@ class AgentCaller:
         simulated: Simulated | None,
         args: dict[str, Any],
     ) -> Coroutine[Any, Any, Output]:
-        """Checks and renders a call; awaiting the result makes it."""
+        """Checks and renders a call; awaiting the result makes it.
+
+        A prompt becomes tokens here, too, unless it is long: then its sample alone waits for them.
+        Calls whose answers are stored stay in one turn of the loop, whatever their length: joins of
+        a repeated run count them in the order of before.
+        """
         agent = self._agent(name, what="ctx.call")
         inputs: dict[str, Any] = args
         if messages is not None:
@@ -80,9 +93,11 @@ class AgentCaller:
             return speaker is not None and speaker.model is agent.model
 
         try:
-            prompt = agent.prompt(args, messages, tools=tools, is_own=is_own)
+            said = agent.prompt(args, messages, tools=tools, is_own=is_own)
+            wait = said.is_long and not self._exchange.replay.holds(path)
+            prompt = said if wait else said.tokens()
         except DomainError as error:
-            raise CallError(error.reason, error.message, error.metadata) from None
+            raise _refused(error) from None
         self._leaving.made(agent.name)
         return self._call(
             _Request(
@@ -95,11 +110,13 @@ class AgentCaller:
             prompt,
         )
 
-    async def _call(self, request: _Request, prompt: list[int]) -> Output:
+    async def _call(self, request: _Request, prompt: Prompt | list[int]) -> Output:
         agent = request.agent
-        chained = prompt if agent.config.merge_turns else None
         try:
             self._exchange.check_open("a call was awaited")
+            if isinstance(prompt, Prompt):
+                prompt = await self._tokens(prompt)
+            chained = prompt if agent.config.merge_turns else None
             answer = self._ask(request, prompt)
             del prompt  # it is on its way, and thousands of samples may wait for their answers
             if answer is None:
@@ -113,6 +130,13 @@ class AgentCaller:
         if chained is not None:
             self._chains.add(output, chained)
         return output
+
+    async def _tokens(self, prompt: Prompt) -> list[int]:
+        try:
+            with self._exchange.preparing():
+                return await self._long_prompts.tokens(prompt)
+        except DomainError as error:
+            raise _refused(error) from None
 
     def _ask(self, request: _Request, prompt: list[int]) -> CallAnswer | None:
         """Has a call made, unless its answer is stored; then it is returned."""
@@ -171,6 +195,10 @@ class AgentCaller:
     def _leave(self, policies: list[str]) -> None:
         if policies:
             self._exchange.leave(policies)
+
+
+def _refused(error: DomainError) -> CallError:
+    return CallError(error.reason, error.message, error.metadata)
 
 
 def call_failed(failure: Failure) -> CallError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from flexmarl.api.common.v1.common_pb2 import Failure
@@ -42,6 +43,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._pending: dict[str, asyncio.Future[CallAnswer]] = {}
         self._calls: set[str] = set()
+        self._num_preparing = 0
         self._closed = False
 
     def vertex_id(self, path: str) -> str:
@@ -75,6 +77,17 @@ class Exchange:
         call.path = path
         self._calls.add(vertex_id)
         return call
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A call that waits for something else before it is made counts as one in progress."""
+        self._check_room()
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+        self.check_open("a call was made")
 
     async def answer_to(self, vertex_id: str) -> CallAnswer:
         """Waits for the answer of a call, which comes at latest at the agent's timeout_s."""
@@ -112,7 +125,7 @@ class Exchange:
         self._outbox.event().left.add(sample_id=self.spec.sample_id, policies=policies)
 
     def _check_room(self) -> None:
-        if len(self._pending) >= MAX_OPEN:
+        if len(self._pending) + self._num_preparing >= MAX_OPEN:
             self._stop()
             raise self.fail_sample(
                 DomainError(

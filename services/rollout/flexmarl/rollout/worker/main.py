@@ -58,6 +58,8 @@ def run(args: dict[str, Any]) -> int:
     configure_logging(LogConfig.model_validate(args["log"]), service="rollout-worker")
     confine(args["limits"])
     gc.set_threshold(*GC_THRESHOLDS)
+    # Long prompts have a thread here; one per core of the library's own would be of no use.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     _run_whatever(loop, loop.create_task(_serve(Path(args["report"]))))

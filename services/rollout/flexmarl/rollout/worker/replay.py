@@ -27,6 +27,10 @@ class Replay:
         """Whether other work was asked for than is stored, or less."""
         return self._other_input or bool(self._stored)
 
+    def holds(self, path: str) -> bool:
+        """Whether a vertex is stored under a path that nobody has asked for yet."""
+        return path in self._stored
+
     def take(self, path: str, input_hash: bytes) -> Vertex | None:
         """The stored vertex of a path; None when there is none.
 

@@ -52,7 +52,12 @@ class SampleRun:
         self.spec = sample.spec
         self._user = user
         self._exchange = Exchange(sample, outbox=outbox, stop=self._stop)
-        self._agents = AgentCaller(user.agents, forms=user.forms, exchange=self._exchange)
+        self._agents = AgentCaller(
+            user.agents,
+            forms=user.forms,
+            long_prompts=user.long_prompts,
+            exchange=self._exchange,
+        )
         self._tools = ToolCaller(user, exchange=self._exchange, threads=threads)
         self._query: Any = None
         self._tasks: set[SampleTask] = set()

@@ -15,6 +15,7 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.prompting import Agent, build_agents
 from flexmarl.rollout.worker.calls import CallForms
 from flexmarl.rollout.worker.failures import user_place
+from flexmarl.rollout.worker.long_prompts import LongPrompts
 from flexmarl.runtime.run_config import RunConfig
 
 
@@ -47,6 +48,7 @@ class UserCode:
         tools: Tools by name.
         agents: Agents by name.
         forms: What their calls have in common.
+        long_prompts: Makes tokens of their long prompts.
     """
 
     config: RunConfig
@@ -56,6 +58,7 @@ class UserCode:
     tools: Mapping[str, Callable[..., Any]]
     agents: Mapping[str, Agent]
     forms: CallForms
+    long_prompts: LongPrompts
 
 
 def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, str]) -> UserCode:
@@ -82,6 +85,7 @@ def load(*, config_json: bytes, workflow_path: str, model_paths: Mapping[str, st
         },
         agents=build_agents(config, model_paths),
         forms=CallForms(),
+        long_prompts=LongPrompts(),
     )
 
 
