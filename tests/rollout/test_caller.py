@@ -11,7 +11,8 @@ import pytest
 from rollout.worker_harness import SAMPLE, run_config, spec, tokens_of, write_model
 
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer, WorkerSample
-from flexmarl.rollout.prompting import build_agents
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.prompting import build_agents, check_prompt_fits
 from flexmarl.rollout.worker.caller import AgentCaller
 from flexmarl.rollout.worker.calls import CallForm, CallForms
 from flexmarl.rollout.worker.exchange import Exchange
@@ -89,3 +90,12 @@ def test_the_hash_of_a_call_is_that_of_its_parts_each_with_its_length(tmp_path):
 def test_what_no_call_can_say_is_refused_before_a_call_is_begun(told, error):
     with pytest.raises(error):
         Simulated(**told)
+
+
+def test_a_prompt_that_no_row_takes_is_refused_where_it_is_made():
+    check_prompt_fits([1] * 3_000_000, what="agent 'echo'")  # many, and small
+    with pytest.raises(
+        DomainError, match=r"agent 'echo': its prompt of 2100000 tokens: 8400"
+    ) as told:
+        check_prompt_fits([1 << 21] * 2_100_000, what="agent 'echo'")
+    assert told.value.reason is ErrorReason.ROW_TOO_LARGE

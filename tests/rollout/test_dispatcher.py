@@ -12,7 +12,6 @@ from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.client.errors import FlexMarlError, UnavailableError
 from flexmarl.client.rollout import RolloutClient
 from flexmarl.core.errors import ErrorReason
-from flexmarl.rollout.worker.calls import MAX_VALUE_BYTES
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
 FAILED = common_pb2.SAMPLE_STATUS_FAILED
@@ -281,32 +280,6 @@ async def test_older_terms_and_other_runs_are_refused(make, tmp_path):
         assert info.value.reason is ErrorReason.RUN_NOT_FOUND
         cluster.term = newer
         await cluster.rollout.open_run(cluster.run_id, term=newer, shards=cluster.shards)
-
-
-LARGE = """
-def make(text):
-    return text
-
-async def team(ctx, query):
-    said = await ctx.tool("make", text="x" * query["n"])
-    return said.text
-
-def reward(sample):
-    return 1.0
-"""
-
-
-async def test_the_largest_values_are_stored_and_larger_ones_end_their_sample_alone(make, tmp_path):
-    largest = MAX_VALUE_BYTES - len('{"text":""}')
-    async with make(LARGE, workflow={"tools": {"make": "team:make"}}) as cluster:
-        await opened(cluster, tmp_path)
-        ids = await cluster.admit(0, queries=[{"n": largest}, {"n": largest + 1}, {"n": 1}])
-        status = await cluster.until_ended()
-        assert not status.HasField("fatal"), status.fatal
-        samples = await cluster.samples()
-        assert [samples[i].status for i in ids] == [DONE, FAILED, DONE]
-        assert "arguments of tool 'make'" in samples[ids[1]].failure.message
-        assert len(samples[ids[0]].output_json) == largest + 2
 
 
 async def test_status_names_what_the_run_waits_for_and_its_stream_ends_with_the_service(

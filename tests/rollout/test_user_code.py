@@ -26,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEAM = """
 import asyncio
 import sys
+from dataclasses import replace
 from flexmarl.rollout.workflow import CallError
 
 class Mute:
@@ -44,6 +45,9 @@ def leave():
 
 def make(n):
     return "x" * n
+
+def complain():
+    raise CallError("5", "too much to say", {str(n): "z" * 4000 for n in range(99)})
 
 async def leaves():
     raise SystemExit(4)
@@ -70,6 +74,13 @@ async def odd(ctx, what):
         case "large value": await ctx.tool("make", n=4 << 20)
         case "large argument": await ctx.tool("make", n="z" * (4 << 20))
         case "large output": return "x" * (4 << 20)
+        case "many outputs":
+            one = await ctx.tool("make", n=1)
+            sample = one.vertex_id.rpartition("/")[0]
+            many = [replace(one, vertex_id=f"{sample}/0:{n}") for n in range(7000)]
+            await ctx.tool("make", n=1, after=many)
+        case "many facts":
+            await ctx.tool("complain")
         case "large calls":
             for number in range(23):
                 await ctx.tool("make", n=(3 << 20) - 9)
@@ -86,7 +97,7 @@ async def team(ctx, query):
 def reward(sample):
     return 1.0
 """
-TOOLS = {"tools": {"leave": "team:leave", "make": "team:make"}}
+TOOLS = {"tools": {"leave": "team:leave", "make": "team:make", "complain": "team:complain"}}
 
 CASES = {
     "no repr": ("WORKFLOW_RAISED", ["returned a Mute"]),
@@ -100,9 +111,11 @@ CASES = {
     "interrupt": ("WORKFLOW_RAISED", ["KeyboardInterrupt"]),
     "exit in a task": ("WORKFLOW_RAISED", ["SystemExit: 4", "in leaves"]),
     "exit in a tool": ("TOOL_RAISED", ["tool 'leave' raised SystemExit: 2", "in leave"]),
-    "large value": ("TOOL_RAISED", ["value of tool 'make'", "more than 3145728"]),
-    "large argument": ("WORKFLOW_RAISED", ["arguments of tool 'make'", "more than 3145728"]),
-    "large output": ("WORKFLOW_RAISED", ["its output", "more than 3145728"]),
+    "large value": ("ROW_TOO_LARGE", ["value of tool 'make'", "4194306 bytes", "3145728"]),
+    "large argument": ("ROW_TOO_LARGE", ["arguments of tool 'make'", "3145728"]),
+    "large output": ("ROW_TOO_LARGE", ["its output", "3145728; keep it in a file"]),
+    "many outputs": ("ROW_TOO_LARGE", ["tool 'make'", "ids of the 7000 outputs", "in steps"]),
+    "many facts": ("5", ["too much to say"]),
     "large calls": ("WORKFLOW_RAISED", ["with its calls", "more than 67108864"]),
     "simulated": ("WORKFLOW_RAISED", ["simulated= takes a Simulated, not str"]),
 }
@@ -144,6 +157,7 @@ async def test_whatever_a_workflow_does_its_sample_ends_by_name_and_others_go_on
     for word in words:
         assert word in end.failure.message
     assert len(end.failure.message) < 5000
+    assert end.failure.ByteSize() < 32 << 10
     assert not any(call.vertex_id.startswith(end.sample_id) for call in shared.calls)
 
 

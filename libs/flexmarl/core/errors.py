@@ -65,6 +65,7 @@ class ErrorReason(StrEnum):
     DEADLINE_REQUIRED = "DEADLINE_REQUIRED", _F.INVALID, "pass a timeout with the call"
     UNKNOWN_AGENT = "UNKNOWN_AGENT", _F.INVALID, "name an agent of the run's config"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG", _F.INVALID, "shorten the prompt or raise the limit"
+    ROW_TOO_LARGE = "ROW_TOO_LARGE", _F.INVALID, "make it smaller, or pass on where it lies"
     REWARD_INVALID = "REWARD_INVALID", _F.USER_CODE, "return finite numbers from the reward"
     # What was asked for is not there.
     NOT_FOUND = "NOT_FOUND", _F.NOT_FOUND, "check the id"

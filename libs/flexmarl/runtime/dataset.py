@@ -14,6 +14,7 @@ from typing import Any
 
 from flexmarl.core.dataset_rows import RowFilter, first_overlap, is_held_out
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.row_limits import MAX_QUERY_BYTES
 from flexmarl.runtime.run_config import RunConfig
 
 _PARQUET_MAGIC = b"PAR1"
@@ -143,9 +144,17 @@ def _parquet_rows(file: QueryFile, columns: Sequence[str]) -> Iterator[tuple[str
 def _query(file: QueryFile, place: str, row: dict[str, Any], columns: Sequence[str]) -> bytes:
     _check_columns(file, place, list(row), columns)
     try:
-        return json.dumps(row, allow_nan=False, separators=(",", ":")).encode()
+        query = json.dumps(row, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise _invalid(file, f"{place} cannot be written as JSON: {error}") from None
+    if len(query) > MAX_QUERY_BYTES:
+        raise _invalid(
+            file,
+            f"{place} has {len(query)} bytes as JSON, and a query at most {MAX_QUERY_BYTES}: name "
+            "a file in it that the workflow reads",
+            place=place,
+        )
+    return query
 
 
 def _check_columns(file: QueryFile, place: str, has: Sequence[str], wanted: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
-from flexmarl.core import fencing
+from flexmarl.core import fencing, row_limits
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import vertex_checks as checks
 from flexmarl.meg_store.backend import Table
@@ -59,7 +59,7 @@ class ColumnWrites:
             payload.columns[name].CopyFrom(value)
         meta.ready_columns.extend(sorted(new))
         data = payload.SerializeToString(deterministic=True)
-        checks.check_size(meta.vertex_id, len(data), checks.MAX_PAYLOAD_BYTES)
+        checks.check_size(meta.vertex_id, len(data), row_limits.MAX_PAYLOAD_BYTES)
         draft.put(Table.PAYLOADS, key, data)
         rows.store(meta)
 

@@ -15,7 +15,7 @@ from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.client.enums import SAMPLE_STATUS
-from flexmarl.core import fencing, graph_rules
+from flexmarl.core import fencing, graph_rules, row_limits
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.graph_rules import WriteOutcome
@@ -136,7 +136,7 @@ class _Rows:
         if group.status != _OPEN:
             raise ValueError(f"group {group.group_id!r}: it is admitted as an open group")
         value = group.SerializeToString()
-        checks.check_size(group.group_id, len(value), checks.MAX_GROUP_BYTES)
+        checks.check_size(group.group_id, len(value), row_limits.MAX_GROUP_BYTES)
         self._draft.put(Table.GRAPH, key, value)
         self._draft.event(self._run_id, group_event(group))
         self._open_subgraphs(group)
@@ -150,7 +150,7 @@ class _Rows:
         if stored is not None and stored.status == sample.status == _SAMPLE_OPEN:
             sample = _with_left(stored, sample)
         value = sample.SerializeToString(deterministic=True)
-        checks.check_size(sample.sample_id, len(value), checks.MAX_SAMPLE_BYTES)
+        checks.check_size(sample.sample_id, len(value), row_limits.MAX_SAMPLE_BYTES)
         old = None if stored is None else stored.status
         outcome = graph_rules.decide_sample(
             known=None if old is None else SAMPLE_STATUS.to_core(old),

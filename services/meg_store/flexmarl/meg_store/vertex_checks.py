@@ -18,11 +18,6 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import GroupId, check_name
 from flexmarl.meg_store.columns import check_ready, check_values
 
-MAX_META_BYTES = 64 << 10
-MAX_PAYLOAD_BYTES = 8 << 20
-MAX_SAMPLE_BYTES = 4 << 20
-MAX_GROUP_BYTES = 1 << 20
-
 _ENDED = frozenset(
     (
         common_pb2.VERTEX_STATUS_DONE,

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
+from flexmarl.core import row_limits
 from flexmarl.core import store_keys as keys
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.meg_store import vertex_checks as checks
@@ -182,8 +183,8 @@ class CheckedVertices:
             self.objects[len(self.ids) + position] = objects
         self.upstream.update(checked.upstream)
         columns = [encode_meta(meta) for meta in metas]  # with what their payloads make ready
-        _check_sizes(ids, columns, checks.MAX_META_BYTES)
-        _check_sizes(ids, [payload or b"" for payload in payloads], checks.MAX_PAYLOAD_BYTES)
+        _check_sizes(ids, columns, row_limits.MAX_META_BYTES)
+        _check_sizes(ids, [payload or b"" for payload in payloads], row_limits.MAX_PAYLOAD_BYTES)
         run_id = self._run_id
         self.keys += [
             keys.row(run_id, meta.agent, vertex_id)

@@ -11,7 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
+from flexmarl.api.meg_store.v1.graph_pb2 import VertexPayload
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.row_limits import MAX_PROMPT_BYTES, may_exceed, too_large
 from flexmarl.rollout.chat import ChatTemplate
 from flexmarl.rollout.turns import Conversation, SampledTurn, conversation
 from flexmarl.rollout.workflow import Output
@@ -144,7 +146,7 @@ class Prompt(NamedTuple):
         """Its token ids.
 
         Raises:
-            DomainError: PROMPT_TOO_LONG; INVALID_ARGUMENT, there are none.
+            DomainError: PROMPT_TOO_LONG; INVALID_ARGUMENT, there are none; ROW_TOO_LARGE.
         """
         agent = self.agent
         if self.is_chat:
@@ -152,6 +154,7 @@ class Prompt(NamedTuple):
         else:
             tokens = agent.model.encode(self.said.text, add_special_tokens=True)
         agent.check_length(len(tokens))
+        check_prompt_fits(tokens, what=f"agent {agent.name!r}")
         return tokens
 
 
@@ -271,6 +274,24 @@ class Agent:
                     "max_context": str(limit),
                 },
             )
+
+
+def check_prompt_fits(prompt: list[int], *, what: str) -> None:
+    """Refuses a prompt that no row takes.
+
+    Raises:
+        DomainError: ROW_TOO_LARGE.
+    """
+    if not may_exceed(num_prompt_tokens=len(prompt)):
+        return
+    size_bytes = VertexPayload(prompt_tokens=prompt).ByteSize()
+    if size_bytes > MAX_PROMPT_BYTES:
+        raise too_large(
+            f"{what}: its prompt of {len(prompt)} tokens",
+            size_bytes=size_bytes,
+            max_bytes=MAX_PROMPT_BYTES,
+            remedy="shorten it",
+        )
 
 
 def build_agents(config: RunConfig, model_paths: Mapping[str, str]) -> dict[str, Agent]:

@@ -140,7 +140,7 @@ class Context(Protocol):
                 lists and dicts, become edges.
 
         Raises:
-            CallError: UNKNOWN_AGENT, PROMPT_TOO_LONG, or all attempts failed.
+            CallError: UNKNOWN_AGENT, PROMPT_TOO_LONG, ROW_TOO_LARGE, or all attempts failed.
             TypeError: Placeholders and arguments do not match.
             RuntimeError: `last` was said for the agent.
         """

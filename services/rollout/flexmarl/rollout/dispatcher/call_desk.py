@@ -56,6 +56,7 @@ from flexmarl.core.dispatch_events import (
 from flexmarl.core.dispatch_records import PolicyBook
 from flexmarl.core.errors import ErrorReason
 from flexmarl.core.prefix_index import prefix_keys
+from flexmarl.core.row_limits import clipped
 from flexmarl.rollout.dispatcher import rows
 from flexmarl.rollout.dispatcher.hosts import Hosts, HostSession
 from flexmarl.rollout.dispatcher.instances import InstanceBook
@@ -448,6 +449,12 @@ class CallDesk:
             dispatched_unix_ns=state.dispatched_unix_ns,
             finished_unix_ns=finished_unix_ns,
         )
+        self._writing[effect.attempt_id] = taken.host_id
+        if (refused := rows.excess(row)) is not None:
+            facts = {"agent": state.call.agent, **refused.metadata}
+            failure = Failure(reason=refused.reason, message=refused.message, metadata=facts)
+            self._write_failed(state, failure, attempt_id=effect.attempt_id)
+            return
         counters = self.counters
         counters["vertices"] += 1
         counters["tokens"] += row.meta.num_response_tokens
@@ -457,7 +464,6 @@ class CallDesk:
         answer.finish_reason = result.finish_reason
         answer.finished_unix_ns = finished_unix_ns
         sample.writing += 1
-        self._writing[effect.attempt_id] = taken.host_id
         sample.count(policy, result.version)
         self._writer.vertex(
             row,
@@ -494,16 +500,26 @@ class CallDesk:
     def _fail(self, effect: Fail) -> None:
         state = self._forget(effect.vertex_id)
         assert state is not None, "the core fails live vertices"
-        sample = state.sample
-        self.failures[effect.reason] += 1
         failure = Failure(
-            reason=effect.reason, message=effect.message, metadata={"agent": state.call.agent}
+            reason=effect.reason,
+            message=clipped(effect.message),
+            metadata={"agent": state.call.agent},
         )
+        self._write_failed(state, failure)
+
+    def _write_failed(
+        self, state: CallState, failure: Failure, *, attempt_id: str | None = None
+    ) -> None:
+        """Ends a call as failed; a result that it was refused for is let go once that is stored."""
+        sample = state.sample
+        self.failures[failure.reason] += 1
         row = self._ended_row(state, common_pb2.VERTEX_STATUS_FAILED, failure)
-        answer = CallAnswer(vertex_id=effect.vertex_id, failure=failure)
+        answer = CallAnswer(vertex_id=state.call.vertex_id, failure=failure)
         sample.writing += 1
 
         def stored(_: int) -> None:
+            if attempt_id is not None:
+                self._acknowledge(attempt_id, self._writing.pop(attempt_id))
             sample.writing -= 1
             self._listener.call_answered(sample, answer)
             self._listener.row_stored(sample)

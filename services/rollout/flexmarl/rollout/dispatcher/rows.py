@@ -11,6 +11,8 @@ from flexmarl.api.meg_store.v1.graph_pb2 import Sample, Vertex
 from flexmarl.api.rollout.v1.engine_pb2 import GenerateResult
 from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
 from flexmarl.api.rollout.v1.worker_pb2 import AgentCall, SampleEnd
+from flexmarl.core.errors import DomainError
+from flexmarl.core.row_limits import MAX_PAYLOAD_BYTES, may_exceed, too_large
 
 _ALL_COLUMNS: Final = ("prompt_tokens", "response_tokens", "logprobs")
 
@@ -48,6 +50,31 @@ def done_vertex(
     payload.response_tokens.extend(tokens)
     payload.logprobs.extend(result.logprobs[:])
     return vertex
+
+
+def excess(vertex: Vertex) -> DomainError | None:
+    """Why the row of an accepted attempt fits no write; None, as nearly always: it does."""
+    meta = vertex.meta
+    prompt, response = meta.num_prompt_tokens, meta.num_response_tokens
+    if not may_exceed(num_prompt_tokens=prompt, num_response_tokens=response):
+        return None
+    size_bytes = vertex.payload.ByteSize()
+    if size_bytes <= MAX_PAYLOAD_BYTES:
+        return None
+    return too_large(
+        f"agent {meta.agent!r}: a prompt of {prompt} tokens and an answer of {response}",
+        size_bytes=size_bytes,
+        max_bytes=MAX_PAYLOAD_BYTES,
+        remedy="lower its max_tokens",
+    )
+
+
+def keep_payloads(vertices: Iterable[Vertex], *, max_bytes: int) -> None:
+    """Leaves the prompts of ended calls to the first ones, so that they fit one write."""
+    for vertex in vertices:
+        max_bytes -= vertex.payload.ByteSize()
+        if max_bytes < 0:
+            vertex.ClearField("payload")
 
 
 def ended_vertex(

@@ -43,7 +43,7 @@ from flexmarl.rollout.dispatcher.rewards import RewardPool
 from flexmarl.rollout.dispatcher.samples import SampleState, Stage, spec_of
 from flexmarl.rollout.dispatcher.stored import StoredRows
 from flexmarl.rollout.dispatcher.workers import WorkerPool, WorkerSlot
-from flexmarl.rollout.dispatcher.writer import GraphWriter
+from flexmarl.rollout.dispatcher.writer import MAX_BYTES, GraphWriter
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.logging import get_logger
 
@@ -471,6 +471,7 @@ class SampleFlow:
                 reason=end.failure.reason,
                 message=end.failure.message,
             )
+        rows.keep_payloads(sample.cut, max_bytes=MAX_BYTES)
         self._writer.sample(row, sample.cut, lambda _: self._forget(sample))
 
     def _forget(self, sample: SampleState) -> None:

@@ -86,13 +86,14 @@ class AgentCaller:
         if messages is not None:
             messages = [dict(message) for message in messages]
             inputs = {**args, "messages": messages}
-        upstream = upstream_ids(after, inputs, sample_id=self._exchange.spec.sample_id)
+        what, sample_id = f"agent {name!r}", self._exchange.spec.sample_id
 
         def is_own(output: Output) -> bool:
             speaker = self._agents.get(output.agent)
             return speaker is not None and speaker.model is agent.model
 
         try:
+            upstream = upstream_ids(after, inputs, sample_id=sample_id, what=what)
             said = agent.prompt(args, messages, tools=tools, is_own=is_own)
             wait = said.is_long and not self._exchange.replay.holds(path)
             prompt = said if wait else said.tokens()

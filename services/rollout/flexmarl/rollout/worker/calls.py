@@ -12,6 +12,7 @@ from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1.graph_pb2 import Vertex, VertexMeta, VertexPayload
 from flexmarl.api.rollout.v1.engine_pb2 import SamplingParams
 from flexmarl.api.rollout.v1.rollout_pb2 import SampleSpec
+from flexmarl.core.row_limits import MAX_UPSTREAM_BYTES, MAX_VALUE_BYTES, too_large
 from flexmarl.rollout.prompting import Agent
 from flexmarl.rollout.workflow import Output, Simulated
 
@@ -19,12 +20,8 @@ _MAX_DEPTH: Final = 8
 _HOLDERS: Final = (dict, list, tuple)
 _LOOKED_INTO: Final = (Output, *_HOLDERS)
 _LENGTH: Final = struct.Struct("<I")
-
-MAX_VALUE_BYTES: Final = 3 << 20
-"""Largest value of a tool, its arguments, or a workflow's output, as JSON.
-
-A row that no write takes would end the whole run for what one sample did.
-"""
+_ID_BYTES: Final = 3
+"""What an id costs apart from its characters."""
 
 
 def outputs_in(value: Any, *, depth: int = 0) -> Iterable[Output]:  # noqa: ANN401
@@ -42,12 +39,20 @@ def upstream_ids(
     inputs: Any,  # noqa: ANN401
     *,
     sample_id: str,
+    what: str,
 ) -> list[str]:
     """Ids of the vertices that a call needs, each once, in order.
+
+    Args:
+        after: Outputs that are given in so many words.
+        inputs: Holds further ones.
+        sample_id: The sample.
+        what: Names the agent or tool, for the message.
 
     Raises:
         TypeError: `after` holds something else than outputs.
         ValueError: An output is another sample's.
+        DomainError: ROW_TOO_LARGE.
     """
     explicit = [after] if isinstance(after, Output) else list(after or ())
     for item in explicit:
@@ -60,6 +65,14 @@ def upstream_ids(
             raise ValueError(
                 f"output {vertex_id} belongs to another sample: keep outputs in local variables"
             )
+    size_bytes = sum(map(len, ids)) + _ID_BYTES * len(ids)
+    if size_bytes > MAX_UPSTREAM_BYTES:
+        raise too_large(
+            f"{what}: the ids of the {len(ids)} outputs that it depends on",
+            size_bytes=size_bytes,
+            max_bytes=MAX_UPSTREAM_BYTES,
+            remedy="join them in steps, or pass texts instead of outputs",
+        )
     return list(ids)
 
 
@@ -141,7 +154,7 @@ def to_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
 
     Raises:
         TypeError: JSON cannot hold it.
-        ValueError: It is larger than MAX_VALUE_BYTES.
+        DomainError: ROW_TOO_LARGE.
     """
     try:
         text = json.dumps(
@@ -156,7 +169,7 @@ def to_shown_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
     """JSON for people: what it cannot hold is shown as its repr.
 
     Raises:
-        ValueError: It is larger than MAX_VALUE_BYTES.
+        DomainError: ROW_TOO_LARGE.
     """
     try:
         text = json.dumps(value, default=_shown)
@@ -167,7 +180,12 @@ def to_shown_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
 
 def _bounded(encoded: bytes, *, what: str) -> bytes:
     if len(encoded) > MAX_VALUE_BYTES:
-        raise ValueError(f"{what}: {len(encoded)} bytes, more than {MAX_VALUE_BYTES}")
+        raise too_large(
+            what,
+            size_bytes=len(encoded),
+            max_bytes=MAX_VALUE_BYTES,
+            remedy="keep it in a file, and pass its name",
+        )
     return encoded
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.row_limits import MAX_FACTS_BYTES, clipped
 from flexmarl.rollout.workflow import CallError
-
-MAX_CHARS: Final = 4096
-"""Longest message; what is beyond is left out."""
 
 
 def failure(reason: str, message: str, /, **metadata: str) -> Failure:
-    """A failure message; text that protobuf cannot carry (lone surrogates) is replaced."""
-    return Failure(
-        reason=str(reason),
-        message=_clean(message),
-        metadata={name: _clean(value) for name, value in metadata.items()},
-    )
+    """A failure message; what a row would not take of it is left out."""
+    facts, left = {}, MAX_FACTS_BYTES
+    for name, value in metadata.items():
+        name, value = clipped(name), clipped(value)
+        left -= len(name.encode()) + len(value.encode())
+        if left >= 0:
+            facts[name] = value
+    return Failure(reason=clipped(str(reason)), message=clipped(message), metadata=facts)
 
 
 def of_exception(error: BaseException, *, reason: ErrorReason, what: str, folder: Path) -> Failure:
@@ -73,9 +73,3 @@ def _text(value: Any) -> str:  # noqa: ANN401
         return str(value)
     except BaseException:  # noqa: BLE001 - it is the user's, and may raise anything
         return f"(a {type(value).__name__} that cannot be shown)"
-
-
-def _clean(text: str) -> str:
-    if len(text) > MAX_CHARS:
-        text = f"{text[:MAX_CHARS]}... ({len(text)} characters)"
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -27,7 +27,7 @@ from flexmarl.rollout.worker.calls import to_json, tool_input_hash, tool_vertex,
 from flexmarl.rollout.worker.exchange import Exchange
 from flexmarl.rollout.worker.tool_threads import ToolThreads
 from flexmarl.rollout.worker.user_code import UserCode
-from flexmarl.rollout.workflow import Output
+from flexmarl.rollout.workflow import CallError, Output
 
 NOW: Final = "now"
 """Name of the vertices that record `ctx.now()`."""
@@ -86,13 +86,19 @@ class ToolCaller:
             )
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"tool {name!r}: timeout_s = {timeout_s} must be above 0")
+        what, sample_id = f"tool {name!r}", self._exchange.spec.sample_id
+        try:
+            tool_input = to_json(args, what=f"arguments of {what}")
+            upstream = upstream_ids(after, args, sample_id=sample_id, what=what)
+        except DomainError as error:
+            raise CallError(error.reason, error.message, error.metadata) from None
         return self._call(
             _Request(
                 name=name,
                 path=path,
                 args=args,
-                tool_input=to_json(args, what=f"arguments of tool {name!r}"),
-                upstream=upstream_ids(after, args, sample_id=self._exchange.spec.sample_id),
+                tool_input=tool_input,
+                upstream=upstream,
                 once=once,
                 timeout_s=timeout_s,
             )
