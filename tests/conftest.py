@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from guardian import guard
 from hypothesis import settings
 
 # How long an example takes says something of the machine and its load, and nothing of the code.
@@ -73,8 +74,12 @@ LONG_FILES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files keep the order of collection: xdist would begin with those that have most tests."""
+    """Files keep the order of collection: xdist would begin with those that have most tests.
+
+    What tests start ends with this process, whoever ends it.
+    """
     config.option.loadscopereorder = False
+    config.add_cleanup(guard())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
