@@ -11,6 +11,7 @@ from flexmarl.core.dispatch_events import (
     AttemptAborted,
     Duplicate,
     Fail,
+    InstanceChanged,
     InstanceUse,
     InstanceVacating,
     Keep,
@@ -320,3 +321,27 @@ def test_a_suspect_without_any_instance_waits():
     box(ready("bad"))
     assert box(gone("i0")) == []
     assert sent(box(up("i1"))) == [("bad#2", "i1")]
+
+
+def test_a_suspect_whose_instance_shall_move_takes_another_one_at_once():
+    box = Box(up("i0"), up("i1", capacity=2), suspect_deaths=1)
+    box(ready("busy"))
+    box(ready("bad"))
+    bad_at = next(n for n in ("i0", "i1") if "bad#1" in box.core.attempts_at([n]))
+    other = {"i0": "i1", "i1": "i0"}[bad_at]
+    box(gone(bad_at))  # bad reserves the other one, and waits for busy to end
+    assert sent(box(up("i2"))) == []
+    effects = box(InstanceVacating(other))
+    assert sent(effects) == [("bad#2", "i2")]
+
+
+def test_room_that_a_policy_leaves_at_a_shared_instance_goes_to_another_policy():
+    # I2: q's vertex waits for capacity alone, whoever had it.
+    shared = InstanceChanged(
+        instance_id="i0", policies=("p", "q"), use=InstanceUse.SERVING, capacity=1, version=0,
+        weights_hash="h0",
+    )  # fmt: skip
+    box = Box(shared)
+    box(ready("a"))
+    assert sent(box(ready("b", policy="q"))) == []
+    assert sent(box(ok("a#1"))) == [("b#1", "i0")]

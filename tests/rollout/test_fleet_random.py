@@ -24,6 +24,8 @@ class Chaos:
         instances = {name: rng.randint(1, 3) for name in POLICIES}
         rooms = {name: rng.choice((0, 2, 3)) for name in ("a", "b", "c")}
         self.world = FleetWorld(instances, rooms, seed=seed)
+        for host in self.world.model_hosts.values():
+            host.mean_s = rng.choice((0.3, 1.0, 4.0))
         self.num_asked = 0
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -44,7 +46,7 @@ class Chaos:
     def step(self) -> None:
         kinds = [self.ask] * 8 + [self.cut, self.lose_worker, self.lose_engine] * 2
         kinds += [self.break_stream, self.break_stream, self.lose_host, self.refuse, self.move]
-        kinds += [self.move, self.next_version, self.lose_dispatcher]
+        kinds += [self.move, self.move, self.next_version, self.lose_dispatcher]
         self.rng.choice(kinds)()
 
     def ask(self) -> None:
@@ -137,7 +139,8 @@ class Chaos:
         assert not world.open_calls()
         assert all(world.fleet.is_serving(world.version).values())
         running = [name for host in world.model_hosts.values() for name in host.engines]
-        assert len(running) == len(set(running)) <= len(world.fleet._assigned)
+        room = sum(host.room or 100 for host in world.model_hosts.values())
+        assert len(running) == len(set(running)) == min(room, len(world.fleet._assigned))
         for sample_id in world.all_samples:
             world.desk.sample_ended(sample_id, whole=True)
         await asyncio.sleep(60.0)

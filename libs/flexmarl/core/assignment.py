@@ -60,6 +60,7 @@ class Assignment:
         self._queues = ReadyQueues()
         self._prefixes = PrefixIndex()
         self._suspects: dict[Lane, deque[Vertex]] = {}
+        self._freed_for: set[str] = set()
 
     def book(self, policy: str) -> PolicyBook:
         """The running sums of a policy."""
@@ -107,7 +108,7 @@ class Assignment:
             for instance in self.pool:
                 if instance.reserved is vertex:
                     instance.reserved = None
-                    self.pool.offer(instance)
+                    self._free(instance, vertex.ready.policy)
         else:
             self._queues.take_out(vertex)
         self._uncount_waiting(vertex)
@@ -124,10 +125,20 @@ class Assignment:
         if vertex.alone:
             vertex.alone = False
             instance.reserved = None
+        self._free(instance, vertex.ready.policy)
+
+    def _free(self, instance: Instance, policy: str) -> None:
+        """Offers an instance that a vertex of a policy has left; others may wait for it, too."""
         self.pool.offer(instance)
+        if instance.policies != (policy,):
+            self._freed_for.update(instance.policies)
 
     def drain_policy(self, policy: str, now: float, effects: list[Effect]) -> None:
-        """Sends what can go now, of all versions."""
+        """Sends what can go now, of all versions; and of policies that shared what came free."""
+        if self._freed_for:
+            others, self._freed_for = sorted(self._freed_for), set()
+            for other in others:
+                self.drain_policy(other, now, effects)
         for lane in self._queues.lanes_of(policy):
             self.drain(lane, now, effects)
         if self._suspects:
@@ -265,4 +276,5 @@ class Assignment:
     def _release_reserved(self, instance: Instance) -> None:
         """The instance changes: the suspect that waits for it looks for another one."""
         if instance.reserved is not None and not instance.reserved.alone:
+            self._freed_for.add(instance.reserved.ready.policy)
             instance.reserved = None

@@ -403,6 +403,8 @@ class Dispatcher:
             self._set_timer(now + self._config.handover_s, vertex, Due.HANDOVER, effects)
         if not instance.running:
             effects.append(Vacated(instance.instance_id))
+        for policy in instance.policies:  # a suspect that waited for it waits for another one
+            self._assignment.drain_policy(policy, now, effects)
 
     def _give_back(self, vertex: Vertex, now: float, effects: list[Effect]) -> None:
         """A vertex of a vacating instance goes on elsewhere; that is no failure."""
