@@ -186,8 +186,9 @@ class Hostile:
             reason = rng.choice((ErrorReason.CHILD_DIED, ErrorReason.INTERNAL))
             return AttemptFailed(self.attempt_id(), rng.random() < 0.6, reason, "broke")
         if kind < 12:
+            served = rng.choice((("p",), ("q",), ("p", "q")))
             return InstanceChanged(
-                instance_id=instance, policies=rng.choice((("p",), ("q",), ("p", "q"))), capacity=rng.randrange(4),
+                instance_id=instance, policies=served, capacity=rng.randrange(4),
                 use=rng.choice(list(InstanceUse)), version=version, weights_hash=content,
             )  # fmt: skip
         if kind == 12:
