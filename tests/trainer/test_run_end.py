@@ -65,7 +65,7 @@ async def bound(cluster: Cluster) -> trainer_pb2.Operation:
 @pytest.mark.parametrize(
     ("swap_s", "grace_s", "failure"),
     [
-        pytest.param(2, 60, "", id="awaited"),
+        pytest.param(4, 60, "", id="awaited"),
         pytest.param(3600, 0.2, ErrorReason.CANCELLED, id="ended"),
     ],
 )
