@@ -40,6 +40,7 @@ class CompletionServer:
         self.stuck = False
         self.most_tokens = 1 << 30
         self.fail_with: int | None = None
+        self.says: object = None  # instead of a completion
         self.running: dict[str, threading.Event] = {}
         self.drawn: Counter[str] = Counter()
         self.may_run = threading.Event()
@@ -56,7 +57,7 @@ class CompletionServer:
                 with contextlib.suppress(BrokenPipeError):
                     self._answer(server.post(self.path, body))
 
-            def _answer(self, found: dict | int):
+            def _answer(self, found: object):
                 status = found if isinstance(found, int) else 200
                 data = json.dumps({} if isinstance(found, int) else found).encode()
                 self.send_response(status)
@@ -96,7 +97,7 @@ class CompletionServer:
         }
         return answers.get(path, 404)
 
-    def post(self, path: str, body: dict) -> dict | int:
+    def post(self, path: str, body: dict) -> object:
         parts = urlsplit(path)
         self.calls[path] += 1
         if self.fail_with is not None and parts.path == "/update_weights":
@@ -129,7 +130,7 @@ class CompletionServer:
                 return 404
         return {"ok": True}
 
-    def complete(self, body: dict) -> dict | int:
+    def complete(self, body: dict) -> object:
         self.bodies.append(body)
         if not body["prompt"] or max(body["prompt"]) >= VOCAB_SIZE:
             return 400
@@ -137,6 +138,8 @@ class CompletionServer:
             rng = random.Random(self.content)
             entries = [{str(t): {"logprob": -rng.random()}} for t in body["prompt"]]
             return {"choices": [{"prompt_logprobs": [None, *entries[1:]], "token_ids": [0]}]}
+        if self.says is not None:
+            return self.says
         rng = random.Random(f"{self.content}/{body.get('seed')}")
         name = f"cmpl-{body.get('request_id', id(body))}-0"
         aborted = self.running[name] = threading.Event()

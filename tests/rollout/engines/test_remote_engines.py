@@ -193,6 +193,32 @@ def test_refusals_of_the_server_are_the_requests_fault_and_its_absence_is_not(vl
     assert lost.failure.reason == "UNAVAILABLE" and lost.infrastructure
 
 
+def said(*tokens: float, logprobs: list[object] | None = None) -> dict:
+    logprobs = [-1.0] * len(tokens) if logprobs is None else logprobs
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+    return {"choices": [choice | {"text": "a", "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [], {}, {"choices": None}, {"choices": []}, {"choices": [None]}, {"choices": ["x"]},
+        {"choices": [{}]}, said(-1), said(24), said(float("inf")), said(1 << 40),
+        said(1, 2, logprobs=[-1.0]), said(1, logprobs=[]), said(1, logprobs=["x"]),
+        said(1, logprobs=[None]), said(1, 2, 3, 4, 5),
+    ],
+)  # fmt: skip
+def test_whatever_a_server_says_ends_the_attempt_for_another_try(vllm, answer):
+    serve(vllm, 0)
+    vllm.server.says = answer
+    vllm.engine.submit([request("a", [1], max_tokens=4)])
+    result = collect(vllm.engine, ["a"])["a"]
+    assert (result.failure.reason, result.infrastructure) == ("UNAVAILABLE", True)
+    vllm.server.says = None
+    vllm.engine.submit([request("b", [1], max_tokens=4)])
+    assert len(collect(vllm.engine, ["b"])["b"].tokens) == 4
+
+
 def test_an_external_server_needs_the_key_that_the_config_names(folder):
     options = EngineOptions()
     options.external.url, options.external.model = "http://localhost:1", "m"

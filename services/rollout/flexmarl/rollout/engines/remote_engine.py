@@ -64,7 +64,8 @@ class Backend(Protocol):
             salt: Content hash of the weights: nothing cached under another one may be used.
 
         Raises:
-            HttpStatusError, OSError: It failed.
+            HttpStatusError: It refused.
+            Exception: It failed, or its answer makes no sense.
         """
         ...
 
@@ -231,18 +232,16 @@ class RemoteEngine:
                 return _ended(attempt, Response([], [], "abort"))
             limit = token_limit(request, max_context=self._admission.max_context)
             response = self._backend.generate(request, max_tokens=limit, salt=attempt.weights_hash)
-            if len(response.logprobs) not in (0, len(response.tokens)):
-                raise ValueError(
-                    f"{len(response.tokens)} tokens with {len(response.logprobs)} log-probs"
-                )
+            _check(response, vocab_size=self._admission.vocab_size)
+            finite = all(math.isfinite(logprob) for logprob in response.logprobs)
         except HttpStatusError as error:
             fault = error.status in _CLIENT_ERRORS and error.status not in _BUSY
             reason = ErrorReason.INVALID_ARGUMENT if fault else ErrorReason.UNAVAILABLE
             return _failed(request, reason, str(error), infrastructure=not fault)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - what a server says may be anything
             message = f"{type(error).__name__}: {error}"
             return _failed(request, ErrorReason.UNAVAILABLE, message, infrastructure=True)
-        if not all(math.isfinite(logprob) for logprob in response.logprobs):
+        if not finite:
             message = f"{request.attempt_id}: log-probs are not finite"
             return _ended(attempt, response, why=failure(ErrorReason.NON_FINITE, message))
         return _ended(attempt, response)
@@ -258,6 +257,14 @@ class RemoteEngine:
     def _add(self, attempt: _Attempt | None, result: GenerateResult) -> None:
         with self._lock:
             self._ended.append((attempt, result))
+
+
+def _check(response: Response, *, vocab_size: int) -> None:
+    tokens, logprobs = response.tokens, response.logprobs
+    if len(logprobs) not in (0, len(tokens)):
+        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"a token is outside of the vocabulary of {vocab_size}")
 
 
 def _failed(

@@ -126,7 +126,13 @@ class VllmBackend:
             "ignore_eos": True,
         }
         answer = self._server.call("POST", "/v1/completions", body, timeout_s=_GENERATE_TIMEOUT_S)
-        return read_completion(answer)
+        response = read_completion(answer)
+        if len(response.tokens) > max_tokens:
+            raise ValueError(f"{len(response.tokens)} tokens, asked for {max_tokens}")
+        if len(response.logprobs) != len(response.tokens):  # else no row of it could be trained on
+            num_logprobs = len(response.logprobs)
+            raise ValueError(f"{len(response.tokens)} tokens with {num_logprobs} log-probs")
+        return response
 
     def abort(self, attempt_ids: Sequence[str]) -> None:
         """See `Backend.abort`; one that fails is repeated by the caller."""
