@@ -98,18 +98,23 @@ class FleetWorld:
         self.announce(self.version)
 
     def open_versions(self) -> Counter[int]:
-        return Counter({self.version: 1})
+        return Counter({self.version: len(self.open_calls())})
+
+    def activate(self) -> None:
+        """The next version is committed: calls are made under it from now on."""
+        self.version += 1
+        self.announce(self.version)
 
     def announce(self, version: int) -> None:
         """Weights of a version are there: of every policy others."""
         assert self.fleet is not None
-        self.version = version
         for policy in self.config.policies:
             manifest = PolicyManifest(
                 weights=ObjectRef(shard="s0", key=f"{policy}.{version}"),
                 weights_hash=f"{policy}-{version}",
             )
-            self.fleet.announce(policy, version, manifest, forget_below=version)
+            forget_below = max(min(self.version, version - 1), 0)
+            self.fleet.announce(policy, version, manifest, forget_below=forget_below)
         self.fleet.order_loads()
 
     def vertex(self, row: Vertex, on_stored) -> None:

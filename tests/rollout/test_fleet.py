@@ -100,7 +100,7 @@ def test_what_is_sent_as_a_host_comes_back_is_not_taken_for_lost():
 def test_a_load_that_was_ordered_as_the_stream_broke_is_ordered_again_at_once():
     async def run() -> None:
         world = await opened({"p": 1}, {"a": 0})
-        world.announce(1)
+        world.activate()
         await world.hang_up("a")
         world.dial("a")
         await world.settled(timeout_s=3)
@@ -127,7 +127,7 @@ def test_every_refusal_is_counted_once():
         world = await opened({"p": 1}, {"a": 0})
         host = world.model_hosts["a"]
         host.refuse_loads = 1.0
-        world.announce(1)
+        world.activate()
         for _ in range(45):
             await asyncio.sleep(0.1)
             world.fleet.order_loads()

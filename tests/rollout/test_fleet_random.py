@@ -105,8 +105,12 @@ class Chaos:
         self.world.mover._begin(Move(giver, receiver, False, 1.0, 0.1, "chance"), why="chance")
 
     def next_version(self) -> None:
-        if not self.world.open_calls():
-            self.world.announce(self.world.version + 1)
+        """Its weights are there, long before it is committed or not."""
+        world = self.world
+        if not world.open_calls():
+            world.activate()
+        else:
+            world.announce(world.version + 1)
 
     def lose_dispatcher(self) -> None:
         self.later(self.dispatcher_anew())
@@ -137,6 +141,9 @@ class Chaos:
             await asyncio.sleep(1.0)
             world.fleet.order_loads()
         assert not world.open_calls()
+        world.activate()
+        await world.settled()
+        await asyncio.sleep(30.0)
         assert all(world.fleet.is_serving(world.version).values())
         running = [name for host in world.model_hosts.values() for name in host.engines]
         room = sum(host.room or 100 for host in world.model_hosts.values())
