@@ -195,3 +195,12 @@ def test_tokens_for_another_prompt_are_not_gone_on_from():
     given = AttemptAborted("s/0:0#1", 0, "h0", 3, b"old")
     assert box(given) == [Vacated("i0")]
     assert box(up("i1"))[0].num_kept == 0
+
+
+def test_a_held_success_is_kept_when_another_attempt_of_its_name_fails():
+    # Two dispatchers before this one died, each of which had sent it to a host of its own.
+    box = Box(up("i0"), held("s/v#1"))
+    assert box(ok("s/v#1")) == [Hold("s/v#1")]
+    assert box(bad("s/v#1", infra=True)) == [Duplicate("s/v#1")]
+    effects = box(ready("s/v", input_hash=b"x"))
+    assert effects == [Attach("s/v#1", "s/v", 1, "i0"), Accept("s/v#1", "s/v", 1)]

@@ -308,7 +308,9 @@ class Dispatcher:
 
     def _at_instance(self, attempt: str) -> Vertex | None:
         """The vertex whose current attempt this is, while it is at its instance."""
-        self._held.drop(attempt)  # it has ended, and not as somebody's success
+        held = self._held.get(attempt)
+        if held is not None and held.success is None:
+            self._held.drop(attempt)  # it has ended, and not as somebody's success
         vertex_id, number = split_attempt_id(attempt)
         vertex = self._vertices.get(vertex_id)
         if vertex is None or number != vertex.attempt or vertex.instance is None:
