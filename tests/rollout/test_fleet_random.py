@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from random import Random
 
 import pytest
@@ -19,7 +20,9 @@ POLICIES = ("p", "q", "r")
 class Chaos:
     """Random events over a world; what is broken is mended some time later."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, gently: bool = False) -> None:
+        self.gently = gently  # only streams and dispatchers end, one after the other
+        self.alone = asyncio.Lock()
         self.rng = rng = Random(seed)
         instances = {name: rng.randint(1, 3) for name in POLICIES}
         rooms = {name: rng.choice((0, 2, 3)) for name in ("a", "b", "c")}
@@ -44,9 +47,12 @@ class Chaos:
         await self.check_quiet()
 
     def step(self) -> None:
-        kinds = [self.ask] * 8 + [self.cut, self.lose_worker, self.lose_engine] * 2
-        kinds += [self.break_stream, self.break_stream, self.lose_host, self.refuse, self.move]
-        kinds += [self.move, self.move, self.next_version, self.lose_dispatcher]
+        kinds = [self.ask] * 8 + [self.next_version, self.lose_dispatcher]
+        if self.gently:
+            kinds += [self.blink, self.blink]
+        else:
+            kinds += [self.cut, self.lose_worker, self.lose_engine] * 2 + [self.move] * 3
+            kinds += [self.break_stream, self.break_stream, self.lose_host, self.refuse]
         self.rng.choice(kinds)()
 
     def ask(self) -> None:
@@ -83,15 +89,23 @@ class Chaos:
     def break_stream(self) -> None:
         self.later(self.away(self.rng.choice("abc"), anew=False))
 
+    def blink(self) -> None:
+        self.later(self.away_for_a_moment())
+
+    async def away_for_a_moment(self) -> None:
+        async with self.alone:
+            await self.away(self.rng.choice("abc"), anew=False, at_most_s=3.0)
+            await asyncio.sleep(0.1)
+
     def lose_host(self) -> None:
         self.later(self.away(self.rng.choice("abc"), anew=True))
 
-    async def away(self, name: str, *, anew: bool) -> None:
+    async def away(self, name: str, *, anew: bool, at_most_s: float = 8.0) -> None:
         host = self.world.model_hosts[name]
         await host.hang_up()
         if anew:
             host.begin_anew()
-        await asyncio.sleep(self.rng.choice((0.0, 0.5, 3.0, 8.0)))
+        await asyncio.sleep(min(self.rng.choice((0.0, 0.5, 3.0, 8.0)), at_most_s))
         self.world.dial(name)
 
     def refuse(self) -> None:
@@ -116,6 +130,12 @@ class Chaos:
         self.later(self.dispatcher_anew())
 
     async def dispatcher_anew(self) -> None:
+        if not self.gently:
+            return await self.another_dispatcher()
+        async with self.alone:
+            await self.another_dispatcher()
+
+    async def another_dispatcher(self) -> None:
         world = self.world
         world.restart()
         world.open()
@@ -124,6 +144,7 @@ class Chaos:
         for name in self.rng.sample("abc", k=3):
             await asyncio.sleep(self.rng.random() * 0.6)
             world.dial(name)
+        await world.hosts.settled()
         for call in world.open_calls():
             if desk is world.desk and call.vertex_id not in world.asked_now:
                 world.ask_again(call)
@@ -167,3 +188,15 @@ def test_every_call_is_answered_once_whatever_breaks(seed):
     with capture_logs() as logs:
         run_virtually(run())
     assert "host_stream_failed" not in {entry["event"] for entry in logs}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_sampled_twice_while_engines_live(seed):
+    async def run() -> None:
+        chaos = Chaos(seed, gently=True)
+        await chaos.run()
+        hosts = chaos.world.model_hosts.values()
+        drawn = Counter(attempt.partition("#")[0] for host in hosts for _, attempt in host.drawn)
+        assert set(drawn.values()) == {1}
+
+    run_virtually(run())
