@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -130,9 +131,7 @@ class Chaos:
         self.later(self.dispatcher_anew())
 
     async def dispatcher_anew(self) -> None:
-        if not self.gently:
-            return await self.another_dispatcher()
-        async with self.alone:
+        async with self.alone if self.gently else nullcontext():
             await self.another_dispatcher()
 
     async def another_dispatcher(self) -> None:

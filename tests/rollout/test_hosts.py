@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from flexmarl.api.rollout.v1 import engine_pb2 as eng
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher.hosts import Hosts
 
 ATTEMPTS = [f"v{n}#1" for n in range(300)]
@@ -73,3 +76,45 @@ async def test_what_is_left_when_the_run_ends_meanwhile_is_nobodys():
     pieces, told = await converse(ends_after=1)
     assert len(pieces) == 1
     assert [*pieces[0], *told] == ATTEMPTS
+
+
+async def test_a_host_that_cannot_be_met_is_not_taken_for_connected():
+    class Careless(Run):
+        def host_connected(self, session, hello) -> None:
+            raise KeyError("what it says makes no sense")
+
+    hosts = Hosts(grace_s=60.0)
+    hosts.listen(Careless(hosts, ends_after=0))
+
+    async def requests():
+        yield eng.ConnectEngineHostRequest(hello=eng.HostHello(host_id="h0"))
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyError):
+        async for _ in hosts.serve(requests()):
+            pass
+    assert hosts.sessions == []
+    for timer in hosts._away.values():
+        timer.cancel()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        eng.HostHello(host_id=""),
+        eng.HostHello(host_id="../h"),
+        eng.HostHello(host_id="h0", attempt_ids=["no attempt"]),
+        eng.HostHello(host_id="h0", instances=[eng.InstanceStatus(instance_id="p-0")]),
+    ],
+)
+async def test_a_hello_that_makes_no_sense_is_refused(hello):
+    hosts = Hosts(grace_s=60.0)
+
+    async def requests():
+        yield eng.ConnectEngineHostRequest(hello=hello)
+
+    with pytest.raises(DomainError) as refused:
+        async for _ in hosts.serve(requests()):
+            pass
+    assert refused.value.reason is ErrorReason.INVALID_ARGUMENT
+    assert hosts.sessions == []

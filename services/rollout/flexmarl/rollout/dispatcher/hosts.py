@@ -173,13 +173,15 @@ class Hosts:
         check_hello(first.hello)
         self._names.check(first.hello)
         session = HostSession(first.hello)
-        self._connect(session)
-        reader = asyncio.create_task(self._read(session, first, requests), name="host reader")
-        try:
-            while (message := await session.outgoing.take()) is not None:
-                yield message
+        try:  # from here on: a host that the run cannot meet is no connected one
+            self._connect(session)
+            reader = asyncio.create_task(self._read(session, first, requests), name="host reader")
+            try:
+                while (message := await session.outgoing.take()) is not None:
+                    yield message
+            finally:
+                reader.cancel()
         finally:
-            reader.cancel()
             self._disconnect(session)
 
     async def _read(
