@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.fleet_world import FleetWorld
+from rollout.fleet_world import RUN, FleetWorld
 from rollout.virtual_time import run_virtually
+
+from flexmarl.api.rollout.v1 import engine_pb2 as eng
+from flexmarl.rollout.dispatcher.hosts import HostSession
 
 
 def test_one_host_back_before_the_other_keeps_its_instance():
@@ -134,5 +137,19 @@ def test_every_refusal_is_counted_once():
         host.refuse_loads = 0.0
         await world.settled()
         assert world.desk.counters["weights_refused"] == host.num_refused > 1
+
+    run_virtually(run())
+
+
+def test_instances_of_which_a_host_says_next_to_nothing_are_ignored():
+    async def run() -> None:
+        world = FleetWorld({"p": 1}, {"a": 0})
+        hello = eng.HostHello(host_id="b", run_id=RUN)
+        hello.instances.add(instance_id="p-0")
+        world.hosts._connect(HostSession(hello))
+        world.dial()
+        await asyncio.sleep(0.1)
+        world.open()
+        await world.settled()
 
     run_virtually(run())

@@ -104,7 +104,6 @@ async def test_a_host_that_cannot_be_met_is_not_taken_for_connected():
         eng.HostHello(host_id=""),
         eng.HostHello(host_id="../h"),
         eng.HostHello(host_id="h0", attempt_ids=["no attempt"]),
-        eng.HostHello(host_id="h0", instances=[eng.InstanceStatus(instance_id="p-0")]),
     ],
 )
 async def test_a_hello_that_makes_no_sense_is_refused(hello):

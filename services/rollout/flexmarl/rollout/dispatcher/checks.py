@@ -50,7 +50,7 @@ def check_policies(policies: Mapping[str, PolicyManifest], known: Iterable[str])
 
 
 def check_hello(hello: HostHello) -> None:
-    """Refuses a host whose name or attempts cannot be read, or an instance that serves nothing.
+    """Refuses a host whose name or attempts cannot be read.
 
     Raises:
         DomainError: INVALID_ARGUMENT.
@@ -61,9 +61,6 @@ def check_hello(hello: HostHello) -> None:
             split_attempt_id(attempt_id)
     except ValueError as error:
         raise _invalid(f"hello: {error}") from None
-    for status in hello.instances:
-        if not status.policies:
-            raise _invalid(f"hello: instance {status.instance_id!r} serves no policy")
 
 
 def _invalid(message: str) -> DomainError:

@@ -302,6 +302,7 @@ class Fleet:
             status.instance_id: status.policies[0]
             for status in session.hello.instances
             if status.instance_id in self._assigned
+            and status.policies
             and self.instances.get(status.instance_id) is None
         }
         self._left_at |= dict.fromkeys(left, session.host_id)
