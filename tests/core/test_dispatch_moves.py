@@ -91,7 +91,7 @@ def test_a_request_that_depends_on_all_of_its_response_starts_from_nothing():
 
 def test_moves_count_as_no_failure():
     box = Box(up("i0"), up("i1"))
-    (send,) = box(ready("v", max_attempts=1, infra_attempts=1))
+    (send,) = box(ready("v", max_tokens=9, max_attempts=1, infra_attempts=1))
     for n in range(1, 6):
         box(InstanceVacating(send.instance_id))
         (*_, send) = box(aborted(f"v#{n}", tokens=1))
@@ -345,3 +345,12 @@ def test_room_that_a_policy_leaves_at_a_shared_instance_goes_to_another_policy()
     box(ready("a"))
     assert sent(box(ready("b", policy="q"))) == []
     assert sent(box(ok("a#1"))) == [("b#1", "i0")]
+
+
+def test_tokens_that_leave_nothing_to_draw_are_not_gone_on_from():
+    # No engine draws a response of no tokens, and it would be told that the request is at fault.
+    box = Box(up("i0"), up("i1", use=InstanceUse.PAUSED), ready("v", max_tokens=4))
+    box(InstanceVacating("i0"))
+    assert box(aborted("v#1", tokens=4)) == [Vacated("i0")]
+    (send,) = box(up("i1"))
+    assert (send.attempt_id, send.num_kept) == ("v#2", 0)

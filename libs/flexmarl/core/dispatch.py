@@ -295,7 +295,7 @@ class Dispatcher:
             self._failed(failed, now, effects)
             return
         if (
-            event.num_tokens
+            0 < event.num_tokens < vertex.ready.max_tokens - vertex.num_kept  # some are left
             and vertex.ready.resumable
             and _answers(event, vertex.ready.input_hash)
             and self._is_right(vertex, event.version, event.weights_hash)
