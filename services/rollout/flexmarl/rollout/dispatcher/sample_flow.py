@@ -233,6 +233,8 @@ class SampleFlow:
         """Gives samples that have their place to workers, what is stored of them read before."""
         for sample_id in admitted:
             sample = self._samples[sample_id]
+            if sample.end is not None:
+                continue  # it was cut while it waited; its place is given back with its end
             if sample.resumed:
                 sample.stage = Stage.READING
                 self._background.start(f"read {sample_id}", self._read(sample))

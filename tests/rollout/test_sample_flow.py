@@ -1,0 +1,126 @@
+"""What samples go through, with the store's answers held back at will."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from rollout.flow_world import OPEN, FlowWorld, spec
+
+from flexmarl.api.common.v1 import common_pb2
+
+ENDS = (
+    common_pb2.SAMPLE_STATUS_DONE,
+    common_pb2.SAMPLE_STATUS_FAILED,
+    common_pb2.SAMPLE_STATUS_SUPERSEDED,
+)
+
+
+async def test_a_sample_that_is_cut_while_it_waits_for_a_place_ends_once():
+    world = FlowWorld(max_samples=1)
+    first, second, third = (spec(n) for n in range(3))
+    world.flow.start([first, second, third])
+    world.stores()
+    world.take(first.sample_id)
+    cancelling = asyncio.create_task(world.flow.cancel([second.sample_id]))
+    await asyncio.sleep(0)
+    held, world.held = world.held, []  # its end is on the way
+    world.end(first.sample_id)
+    world.stores()  # a place is free, while the cut sample's end is not stored yet
+    world.held += held
+    world.stores()
+    await cancelling
+    assert world.rows[second.sample_id].status == common_pb2.SAMPLE_STATUS_CANCELLED
+    assert world.flow.open_versions() == {0: 1}
+    world.take(third.sample_id)
+    world.end(third.sample_id)
+    world.stores()
+    assert (len(world.flow), world.num_done) == (0, 1)
+
+
+class Traffic:
+    """Random events over a flow; a dispatcher may be another one, over the same rows."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        self.limits = rng.choice(((None, None), (1, None), (None, 1), (2, 2)))
+        self.world = FlowWorld(max_queries=self.limits[0], max_samples=self.limits[1])
+        self.specs = [spec(n, group=group) for group in range(3) for n in range(4)]
+        self.started: dict[str, None] = {}
+        self.cut: set[str] = set()
+        self.cancelling: list[asyncio.Task[None]] = []
+
+    async def step(self) -> None:
+        kinds = [self.start, self.start, self.take, self.take, self.take, self.end, self.end]
+        kinds += [self.cancel, self.die, self.store, self.store, self.store, self.restart]
+        self.rng.choice(kinds)()
+        await asyncio.sleep(0)
+        self.check()
+
+    def check(self) -> None:
+        flow = self.world.flow
+        assert sum(flow.open_versions().values()) == len(flow)
+
+    def start(self) -> None:
+        some = self.rng.sample(self.specs, k=self.rng.randint(1, 4))
+        self.started |= dict.fromkeys(one.sample_id for one in some)
+        self.world.flow.start(some)
+
+    def take(self) -> None:
+        if self.world.waiting:
+            name = self.rng.choice(sorted(self.world.waiting))
+            self.world.take(name, self.rng.randrange(2))
+
+    def end(self) -> None:
+        if self.world.running:
+            name = self.rng.choice(sorted(self.world.running))
+            self.world.end(name, self.rng.choice(ENDS))
+
+    def cancel(self) -> None:
+        names = [one.sample_id for one in self.rng.sample(self.specs, k=2)]
+        self.cut.update(names)
+        cancelling = asyncio.create_task(self.world.flow.cancel(names))
+        self.cancelling.append(cancelling)
+
+    def die(self) -> None:
+        self.world.die(self.rng.randrange(2))
+
+    def store(self) -> None:
+        """The store answers some of what it was asked, in order."""
+        held = self.world.held
+        answered = [held.pop(0) for _ in range(self.rng.randint(0, len(held)))]
+        for answer in answered:
+            answer()
+
+    def restart(self) -> None:
+        if self.rng.random() < 0.2:
+            self.world.restart(*self.limits)
+            for cancelling in self.cancelling:
+                cancelling.cancel()
+            self.cancelling.clear()
+
+    async def finish(self) -> None:
+        world = self.world
+        world.flow.start([one for one in self.specs if one.sample_id in self.started])
+        for _ in range(100):
+            world.stores()
+            for name in list(world.waiting):
+                world.take(name)
+            for name in list(world.running):
+                world.end(name)
+            await asyncio.sleep(0)
+        assert len(world.flow) == 0
+        assert not world.flow.open_versions()
+        async with asyncio.timeout(1):
+            await asyncio.gather(*self.cancelling)
+        assert {name for name, row in world.rows.items() if row.status != OPEN} == set(world.rows)
+        assert set(world.rows) | self.cut >= set(self.started)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_every_sample_ends_once_and_open_ones_are_counted(seed):
+    traffic = Traffic(seed)
+    for _ in range(300):
+        await traffic.step()
+    await traffic.finish()
