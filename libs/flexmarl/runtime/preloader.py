@@ -140,6 +140,8 @@ class Preloader:
         if self._has_forked and self._zygote is not None and self._events is not None:
             _log.warning("zygote_hung", pid=self._zygote.pid, timeout_s=self._timeout_s)
             self._zygote.kill()
+            with contextlib.suppress(TimeoutError):
+                await self._zygote.wait(timeout_s=30.0)
             await asyncio.wait([self._events], timeout=30.0)
 
     async def _ensure(self) -> socket.socket:
