@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.turns import SampledTurn, conversation
 
 
@@ -97,3 +98,17 @@ def test_a_response_without_text_or_tokens(said: str):
     sampled = codec.ids("<e>") if not said else codec.ids("c", "<e>")
     kept = tokens(codec, messages, SampledTurn(1, said, sampled))
     assert kept == tokens(codec, messages)
+
+
+def test_a_template_that_looks_into_what_was_said_is_not_asked_about_marks():
+    def strict(messages) -> str:
+        if any(m["role"] == "assistant" and "b" not in m["content"] for m in messages):
+            raise DomainError(ErrorReason.INVALID_ARGUMENT, "the template refuses the messages")
+        return render(messages)
+
+    codec = Codec()
+    turn = SampledTurn(1, "abab", codec.ids("a", "b", "ab", "<e>"))
+    said = conversation(talk("x", "abab", "c"), [turn], render=strict)
+    assert said.tokens(codec=codec, end_tokens=()) == codec.encode(
+        render(talk("x", "abab", "c")), add_special_tokens=False
+    )

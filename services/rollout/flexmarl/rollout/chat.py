@@ -13,10 +13,16 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flexmarl.core.errors import DomainError, ErrorReason
+
+_DEFAULT: Final = "default"
+_TOOL_USE: Final = "tool_use"
+"""Of several templates, the one for calls that offer tools."""
 
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -31,13 +37,13 @@ class ChatTemplate:
             for name, value in tokenizer_config.items()
             if name.endswith("_token") and (text := _token_text(value)) is not None
         }
-        self._source = _find_source(folder, tokenizer_config)
-        self._template: jinja2.Template | None = None
+        self._sources = _find_sources(folder, tokenizer_config)
+        self._templates: dict[str, jinja2.Template] = {}
 
     @property
     def available(self) -> bool:
         """Whether the folder has a template."""
-        return self._source is not None
+        return bool(self._sources)
 
     def render(
         self,
@@ -59,59 +65,98 @@ class ChatTemplate:
             DomainError: MODEL_INVALID, there is no template or it is broken; INVALID_ARGUMENT, it
                 refuses the messages.
         """
-        if self._source is None:
+        name = _DEFAULT if tools is None or _TOOL_USE not in self._sources else _TOOL_USE
+        if name not in self._sources:
             raise DomainError(
                 ErrorReason.MODEL_INVALID,
                 f"agent {agent!r}: the model folder {self._folder} has no chat template",
                 {"agent": agent, "path": str(self._folder)},
             )
+        given = {
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": True,
+        }
         try:
-            if self._template is None:
-                self._template = _environment().from_string(self._source)
-            offered = None if tools is None else list(tools)
-            values = {**self._special, **options, "messages": messages, "tools": offered}
-            return self._template.render(add_generation_prompt=True, **values)
+            template = self._templates.get(name)
+            if template is None:
+                template = _environment().from_string(self._sources[name])
+                self._templates[name] = template
+            return template.render({**self._special, **options, **given})
         except jinja2.TemplateSyntaxError as error:
             raise DomainError(
                 ErrorReason.MODEL_INVALID,
                 f"agent {agent!r}: chat template of {self._folder}: {error}",
                 {"agent": agent},
             ) from None
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - its author's code: it may index, divide, recurse
+            what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise DomainError(
                 ErrorReason.INVALID_ARGUMENT,
-                f"agent {agent!r}: the chat template refuses the messages: {error}",
+                f"agent {agent!r}: the chat template refuses the messages: {what}{error}",
                 {"agent": agent},
             ) from None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model said, for others' masks; the text is what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _environment() -> jinja2.Environment:
     # The settings of transformers' own renderer, or prompts would differ by white space.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:  # noqa: ANN401
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _find_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _find_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates of a folder, by name.
+
+    Raises:
+        DomainError: MODEL_INVALID.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+        try:
+            found: Any = path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise DomainError(ErrorReason.MODEL_INVALID, f"{path}: {error}") from None
+    else:
+        found = config.get("chat_template")
+    if isinstance(found, str):
+        return {_DEFAULT: found}
+    if not isinstance(found, list):
+        return {}
+    entries = [entry for entry in found if isinstance(entry, dict)]
+    named = {entry.get("name"): entry.get("template") for entry in entries}
+    sources = {name: named[name] for name in (_DEFAULT, _TOOL_USE) if name in named}
+    return {name: source for name, source in sources.items() if isinstance(source, str)}
 
 
 def _token_text(value: Any) -> str | None:  # noqa: ANN401 - as the model's author wrote it

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from flexmarl.core.errors import DomainError
+
 Message = dict[str, Any]
 Render = Callable[[list[Message]], str]
 
@@ -100,7 +102,10 @@ def _around(
     marked = [dict(message) for message in messages]
     for mark, turn in zip(marks, turns, strict=True):
         marked[turn.place]["content"] = mark
-    rest = render(marked)
+    try:
+        rest = render(marked)
+    except DomainError:  # it looks into what was said, and finds none of it in a mark
+        return None
     pieces: list[str] = []
     for mark in marks:
         piece, found, rest = rest.partition(mark)
