@@ -50,6 +50,7 @@ def said(text: str, agent: str = "solver") -> Output:
         (r"so \boxed{1,200} it is, at 3 each", 1200),
         ("#### 72\n" + "Let me explain what I did. " * 30, 72),
         ("\ud800 Answer: 3", 3),
+        pytest.param("9" * 5000, 10**5000 - 1, id="more digits than int() reads"),
     ],
 )
 def test_the_final_answer_is_found(text: str, number: Fraction | int | None) -> None:
@@ -121,6 +122,7 @@ SCHEMA = {
         ({"name": "Pen"}, False),
         ({"name": "toolongname"}, False),
         ({"name": "pen", "count": 0}, False),
+        ({"name": "pen", "count": 10**400}, False),
         ({"name": "pen", "count": True}, False),
         ({"name": "pen", "count": 2.5}, False),
         ({"name": "pen", "kind": True}, False),
@@ -138,7 +140,7 @@ def test_json_is_checked_against_the_schema(value, fits) -> None:
         assert rewards.json_schema(finished(text), schema=SCHEMA) == float(fits)
 
 
-@pytest.mark.parametrize("text", ["", "{", "name: pen", '{"name": NaN}', "[1,]"])
+@pytest.mark.parametrize("text", ["", "{", "name: pen", '{"name": NaN}', "[1,]", "[" * 9999])
 def test_text_that_is_no_json_earns_nothing(text) -> None:
     assert rewards.json_schema(finished(text), schema={}) == 0.0
 

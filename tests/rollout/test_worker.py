@@ -498,6 +498,16 @@ async def test_forms_of_rewards(bench, body, expected):
         ("return [1]", "REWARD_INVALID", ["1 rewards for 2"]),
         ("return Rewards(vertices={'0:0': 1})", "REWARD_INVALID", ["'0:0'"]),
         ("return Rewards(metrics={'m': 'x'})", "REWARD_INVALID", ["metric 'm'"]),
+        ("return Rewards(metrics={'a\\nb': 1})", "REWARD_INVALID", ["metric named 'a\\nb'"]),
+        ("return Rewards(metrics={'\\ud800': 1})", "REWARD_INVALID", ["metric named '\\ud800'"]),
+        ("return Rewards(metrics={'': 1})", "REWARD_INVALID", ["metric named ''"]),
+        ("return Rewards(metrics={1: 1})", "REWARD_INVALID", ["metric named 1"]),
+        ("return 10**400", "REWARD_INVALID", ["team 1000", "too large"]),
+        (
+            "import numpy\n    return numpy.complex64(1)",
+            "REWARD_INVALID",
+            ["complex64(1+0j), not a number"],
+        ),
         (
             "return Rewards(metrics={str(n) * 99: n for n in range(9999)})",
             "REWARD_INVALID",

@@ -13,7 +13,7 @@ from typing import Any, Final
 _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "null": lambda v: v is None,
     "boolean": lambda v: isinstance(v, bool),
-    "integer": lambda v: _is_number(v) and float(v).is_integer(),
+    "integer": lambda v: _is_number(v) and (isinstance(v, int) or v.is_integer()),
     "number": lambda v: _is_number(v),
     "string": lambda v: isinstance(v, str),
     "array": lambda v: isinstance(v, list),

@@ -3,6 +3,7 @@ r"""Numbers in what models and people write: `$1,234.50`, `-5`, `18.`, `\boxed{7
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 from typing import Final
 
@@ -31,8 +32,11 @@ def final_answer(text: str) -> Fraction | None:
 def numbers(text: str) -> list[Fraction]:
     """All numbers, without currency signs, thousands' commas and closing dots; signs are kept."""
     return [
-        -Fraction(digits.replace(",", ""))
-        if "-" in sign or "\u2212" in sign
-        else Fraction(digits.replace(",", ""))
+        -_value(digits) if "-" in sign or "\u2212" in sign else _value(digits)
         for sign, digits in _NUMBER.findall(text)
     ]
+
+
+def _value(digits: str) -> Fraction:
+    # By way of Decimal: a model may write thousands of digits, which int() refuses to read.
+    return Fraction(Decimal(digits.replace(",", "")))

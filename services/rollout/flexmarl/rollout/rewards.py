@@ -82,7 +82,7 @@ def json_schema(sample: FinishedSample, *, schema: Mapping[str, Any], agent: str
     fenced = _FENCE.match(text)
     try:
         value = json.loads(fenced[1] if fenced else text, parse_constant=_no_constant)
-    except ValueError:
+    except (ValueError, RecursionError):  # a model may well repeat "[" until its last token
         return 0.0
     return float(conforms(value, schema))
 

@@ -25,7 +25,7 @@ def to_advantages(returned: Any, *, count: int, what: str) -> list[float]:  # no
         raise _invalid(what, f"{type(returned).__name__}, not a list of numbers")
     try:
         numbers = [float(value) for value in returned]
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise _invalid(what, f"a list with something else than numbers: {error}") from None
     if len(numbers) != count:
         raise _invalid(what, f"{len(numbers)} advantages for {count} rewards")

@@ -47,10 +47,7 @@ def _reward_set(returned: Any, check: _Checker) -> RewardSet:  # noqa: ANN401
             team=None if returned.team is None else check.number(returned.team, "the team"),
             agents=check.agents(returned.agents),
             vertices=check.vertices(returned.vertices),
-            metrics={
-                str(name): check.number(value, f"metric {name!r}")
-                for name, value in returned.metrics.items()
-            },
+            metrics=check.metrics(returned.metrics),
         )
     if isinstance(returned, Mapping):
         return RewardSet(agents=check.agents(returned))
@@ -75,7 +72,10 @@ class _Checker:
             raise self.invalid(
                 f"for {whose} {type(value).__name__} ({_short(value)}), not a number"
             )
-        number = float(value)
+        try:
+            number = float(value if isinstance(value, Real) else value.item())
+        except (OverflowError, TypeError, ValueError) as error:
+            raise self.invalid(f"for {whose} {_short(value)}, not a number: {error}") from None
         if not math.isfinite(number):
             raise self.invalid(f"for {whose} {number}, not a finite number")
         return number
@@ -103,6 +103,13 @@ class _Checker:
                 )
             found[vertex_id] = self.number(value, f"vertex {vertex_id}")
         return found
+
+    def metrics(self, numbers: Mapping[Any, Any]) -> dict[str, float]:
+        """Further numbers; their names stand in tables, lines and columns."""
+        for name in numbers:
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise self.invalid(f"a metric named {_short(name)}; names are printable text")
+        return {name: self.number(value, f"metric {name!r}") for name, value in numbers.items()}
 
     def in_order(self, rewards: Sequence[Any]) -> dict[str, float]:
         """Rewards per call, as a list in the order of `sample.calls`."""
