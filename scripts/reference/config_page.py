@@ -104,7 +104,7 @@ def _type(annotation: Any) -> str:  # noqa: ANN401 - any annotation
 
 def _bounds(field: FieldInfo) -> str:
     found = (
-        f"{sign} {getattr(item, name):g}"
+        f"{sign} {_number(getattr(item, name))}"
         for item in field.metadata
         for name, sign in _SIGNS.items()
         if hasattr(item, name)
@@ -131,3 +131,7 @@ def _cell(text: str) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"

@@ -97,6 +97,17 @@ def test_bare_text_is_a_string(text, expected):
     assert load_config(Config, overrides=[f"store.label={text}"]).store.label == expected
 
 
+def test_text_that_is_no_utf8_is_refused_by_the_key():
+    with pytest.raises(ConfigError, match=r"store\.label: '\\udcff' is not UTF-8"):
+        load_config(Config, overrides=["store.label=\udcff"])
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 99999])
+def test_values_that_no_reader_takes_are_no_toml(toml, value):
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(Config, path=toml(f"store.cache_bytes = {value}\n"))
+
+
 def test_toml_values_keep_their_type():
     config = load_config(Config, overrides=["parts=[{rate=0.5},{rate=1}]", "server.port=7002"])
     assert [part.rate for part in config.parts] == [0.5, 1.0]

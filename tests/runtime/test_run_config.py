@@ -1,4 +1,5 @@
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def with_(path: str, value: object) -> dict:
         ("advantage", {"estimator": "rloo", "normalize_std": True}, "rloo never divides"),
         ("advantage.overlong", {"max_tokens": 5, "buffer_tokens": 9}, "buffer_tokens exceeds"),
         ("nonsense", 1, "nonsense"),
+        ("agents.a.timeout_s", math.inf, "finite number"),
+        ("policies.p.sampling.temperature", math.inf, "finite number"),
+        ("workflow.reward_args", {"low": [-math.inf]}, "reward_args: a number that JSON has not"),
+        ("workflow.tools", {"a/../b": "m:f"}, "tool 'a/../b': use letters"),
+        ("agents.a.max_tokens", 1 << 31, "less than or equal"),
+        ("agents.a.stop_token_ids", [-1], "greater than or equal"),
+        ("agents.a.stop", [""], "at least 1 character"),
+        ("agents.a.structured", {"json_schema": "{"}, r"structured\.json_schema is not JSON"),
+        ("agents.a.structured", {"json_schema": "3"}, "a schema is an object or a boolean"),
+        *(
+            ("agents.a.chat_options", {name: True}, f"chat_options.{name}: every call sets it")
+            for name in ("messages", "tools", "add_generation_prompt")
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(path, value, message):

@@ -166,7 +166,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8, endless numbers
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
@@ -178,11 +178,16 @@ def _from_environ(prefix: str, environ: Mapping[str, str]) -> Iterator[tuple[lis
 
 
 def _put(values: dict[str, Any], keys: Sequence[str], text: str) -> None:
+    name = ".".join(keys)
+    try:
+        (name + text).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: {text!r} is not UTF-8") from None
     section = values
     for key in keys[:-1]:
         inner = section.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(keys)}: {key!r} is a value, not a section")
+            raise ConfigError(f"{name}: {key!r} is a value, not a section")
         section = inner
     section[keys[-1]] = _parse(text)
 
@@ -190,7 +195,7 @@ def _put(values: dict[str, Any], keys: Sequence[str], text: str) -> None:
 def _parse(text: str) -> Any:  # noqa: ANN401 - a TOML value is of any type until validated
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

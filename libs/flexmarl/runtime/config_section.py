@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST: Final = (1 << 31) - 1
+"""Largest number of things: contracts have 32 bits for them."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+"""How many of something, at least one."""
 
 
 class Section(BaseModel):
     """One table: unknown keys are refused, values do not change, docstrings describe fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # Without bound is no number: JSON, as which a run's config is stored, has none for it.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )

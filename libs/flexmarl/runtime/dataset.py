@@ -117,7 +117,7 @@ def _json_rows(file: QueryFile) -> Iterator[tuple[str, dict[str, Any]]]:
         place = f"line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:  # bad JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # bad JSON, not UTF-8, or nested endlessly
             raise _invalid(file, f"{place} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise _invalid(file, f"{place} is not a JSON object")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from flexmarl.runtime.algorithm_config import LoraConfig, LossConfig, OptimizerConfig
-from flexmarl.runtime.config_section import Section
+from flexmarl.runtime.config_section import MOST, Count, Section
 
 
 class ModelConfig(Section):
@@ -27,7 +27,7 @@ class SamplingConfig(Section):
     """Softmax temperature; the trainer divides its logits by it too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; below 1 refused for trained policies unless `allow_truncated`."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=MOST)] = 0
     """Most likely tokens kept; above 0 refused for trained policies unless `allow_truncated`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Cut tokens less likely than this share of the likeliest; refused like `top_k`."""
@@ -85,16 +85,16 @@ class PolicyRolloutConfig(Section):
     """Where the server is; required with engine "external"."""
     simulated: SimulatedConfig | None = None
     """Latency model; required with engine "simulated"."""
-    instances: Annotated[int, Field(ge=1)] = 1
+    instances: Count = 1
     """Replicas at start."""
-    max_concurrency: Annotated[int, Field(ge=1)] = 64
+    max_concurrency: Count = 64
     """Most requests at once per instance."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute dtype."""
-    max_context: Annotated[int, Field(ge=2)] | None = None
+    max_context: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Longest prompt plus response in tokens; unset means the model's own limit."""
 
-    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 2 << 30
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20, lt=1 << 63)] = 2 << 30
     """Most bytes of an instance's key-value cache."""
 
     @model_validator(mode="after")

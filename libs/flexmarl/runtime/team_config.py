@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from flexmarl.runtime.config_section import Section
+from flexmarl.core.ids import check_name
+from flexmarl.runtime.config_section import MOST, Count, Section
+
+_GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))
+"""Variables of a chat template that a call sets."""
 
 
 class WorkflowConfig(Section):
@@ -38,6 +43,22 @@ class WorkflowConfig(Section):
     max_samples_per_worker: Annotated[int, Field(ge=1)] = 1024
     """Most samples in progress in one worker; further ones wait."""
 
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: dict[str, str]) -> dict[str, str]:
+        for name in tools:
+            check_name(name, what="tool")
+        return tools
+
+    @field_validator("reward_args")
+    @classmethod
+    def _reward_args(cls, args: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(args, allow_nan=False, default=str)
+        except ValueError as error:
+            raise ValueError(f"reward_args: a number that JSON has not: {error}") from None
+        return args
+
 
 class StructuredConfig(Section):
     """Form that responses must have; exactly one key."""
@@ -53,6 +74,8 @@ class StructuredConfig(Section):
     def _one_form(self) -> StructuredConfig:
         if sum(map(bool, (self.json_schema, self.regex, self.choices))) != 1:
             raise ValueError("structured: set exactly one of json_schema, regex, choices")
+        if self.json_schema is not None and not isinstance(_json(self.json_schema), (dict, bool)):
+            raise ValueError("structured.json_schema: a schema is an object or a boolean")
         return self
 
 
@@ -71,11 +94,11 @@ class AgentConfig(Section):
     """Further variables of the chat template, such as `enable_thinking`."""
     merge_turns: bool = False
     """Train calls whose prompts continue one another as one row; see docs/workflow.md."""
-    max_tokens: Annotated[int, Field(ge=1)] = 256
+    max_tokens: Count = 256
     """Most tokens to draw per call."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] = ()
     """Tokens that end a response, beyond the model's own end token."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response; needs engine "vllm" or "external"."""
     structured: StructuredConfig | None = None
     """Form that responses must have; needs engine "vllm" or "external"."""
@@ -87,3 +110,18 @@ class AgentConfig(Section):
     """Most attempts for failures of the request."""
     infra_attempts: Annotated[int, Field(ge=1)] = 20
     """Most attempts for failures of the infrastructure."""
+
+    @field_validator("chat_options")
+    @classmethod
+    def _chat_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(_GIVEN & options.keys())
+        if taken:
+            raise ValueError(f"chat_options.{taken[0]}: every call sets it; remove it")
+        return options
+
+
+def _json(text: str) -> Any:  # noqa: ANN401 - of any type
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"structured.json_schema is not JSON: {error}") from None
