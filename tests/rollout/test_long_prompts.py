@@ -52,6 +52,19 @@ def test_tokens_of_a_text_are_the_tokenizers_whatever_its_length(tmp_path, piece
     assert ModelText(folder, policy="p").encode(text, add_special_tokens=True) == expected
 
 
+@pytest.mark.parametrize("num_chars", [10, LONG_CHARS])
+def test_a_length_that_training_left_in_the_tokenizers_file_cuts_and_fills_nothing(
+    tmp_path, num_chars
+):
+    folder = write_model(tmp_path / "model")
+    left = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    left.enable_truncation(8)
+    left.enable_padding(length=16)
+    left.save(str(folder / "tokenizer.json"))
+    model = ModelText(folder, policy="p")
+    assert model.encode("a" * num_chars, add_special_tokens=True) == tokens_of("a" * num_chars)
+
+
 @in_worker
 async def test_others_ask_while_a_long_prompt_becomes_tokens(bench):
     worker = await bench.worker(TEAM, max_context=LIMIT)

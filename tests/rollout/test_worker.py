@@ -77,6 +77,12 @@ async def test_outputs_passed_on_are_edges_and_calls_have_stable_paths(bench):
     assert isinstance(json.loads(end.output_json), str)
 
 
+async def test_what_a_workflow_returned_is_shown_as_json_also_when_json_has_no_number_for_it(bench):
+    source = "async def team(c, q):\n    return float('nan')\ndef reward(s):\n    return 1\n"
+    _, end = await bench.one(source)
+    assert (end.status, end.output_json) == (DONE, b'"nan"')
+
+
 JITTER = (
     """
 import asyncio, random

@@ -9,12 +9,11 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Final, NamedTuple
 
-from tokenizers import Tokenizer
-
 from flexmarl.api.meg_store.v1.graph_pb2 import VertexPayload
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.row_limits import MAX_PROMPT_BYTES, may_exceed, too_large
 from flexmarl.rollout.chat import ChatTemplate
+from flexmarl.rollout.tokenizer_file import read_tokenizer
 from flexmarl.rollout.turns import Conversation, SampledTurn, conversation
 from flexmarl.rollout.workflow import Output
 from flexmarl.runtime.run_config import RunConfig
@@ -86,7 +85,7 @@ class ModelText:
                 {"policy": policy, "path": str(folder)},
             )
         try:
-            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = read_tokenizer(path)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise DomainError(
                 ErrorReason.MODEL_INVALID,

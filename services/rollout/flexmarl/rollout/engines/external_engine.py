@@ -30,6 +30,7 @@ from flexmarl.rollout.engines.completions import completion_body
 from flexmarl.rollout.engines.http_json import HttpServer, JsonObject
 from flexmarl.rollout.engines.model_folder import read_shape
 from flexmarl.rollout.engines.remote_engine import RemoteEngine, Response
+from flexmarl.rollout.tokenizer_file import read_tokenizer
 
 _SILENCE_S: Final = 3600.0
 """Longest silence of a generation; its own deadline is kept by the host, which aborts it."""
@@ -150,6 +151,6 @@ def _server(options: ExternalOptions) -> HttpServer:
 def _tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        return read_tokenizer(path)
     except Exception as error:  # noqa: BLE001 - the library raises nothing more special
         raise DomainError(ErrorReason.MODEL_INVALID, f"{path}: {error}") from None

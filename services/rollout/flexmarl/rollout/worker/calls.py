@@ -172,8 +172,8 @@ def to_shown_json(value: Any, *, what: str) -> bytes:  # noqa: ANN401
         DomainError: ROW_TOO_LARGE.
     """
     try:
-        text = json.dumps(value, default=_shown)
-    except Exception:  # noqa: BLE001 - keys that are no text, cycles, depth, the user's own repr
+        text = json.dumps(value, default=_shown, allow_nan=False)
+    except Exception:  # noqa: BLE001 - odd keys, NaN, cycles, depth, the user's own repr
         text = json.dumps(_repr(value))
     return _bounded(text.encode(), what=what)
 
