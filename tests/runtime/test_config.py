@@ -97,9 +97,24 @@ def test_bare_text_is_a_string(text, expected):
     assert load_config(Config, overrides=[f"store.label={text}"]).store.label == expected
 
 
-def test_text_that_is_no_utf8_is_refused_by_the_key():
-    with pytest.raises(ConfigError, match=r"store\.label: '\\udcff' is not UTF-8"):
-        load_config(Config, overrides=["store.label=\udcff"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("store.label=\udcff", r"store\.label: '\\udcff' has NUL, or"),
+        ("store.label=a\0b", r"store\.label: 'a\\x00b' has NUL"),
+        ("parts=[{rate='\udcff'}]", r"parts\.rate: '\\udcff'"),
+        ("store.l\udcff=1", r"store: 'l\\udcff'"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_the_key(override, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(Config, overrides=[override])
+    assert load_config(Config, overrides=["store.label=\u00e4"]).store.label == "\u00e4"
+
+
+def test_a_wait_without_end_is_refused():
+    with pytest.raises(ConfigError, match=r"server\.grace_s: .* finite number"):
+        load_config(Config, overrides=["server.grace_s=inf"])
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 99999])

@@ -40,6 +40,7 @@ def with_(path: str, value: object) -> dict:
         ("policies.p.sampling", {"top_k": 5}, "allow_truncated"),
         ("policies.p.sampling", {"min_p": 0.1}, "allow_truncated"),
         ("policies.p.sampling", {"temperature": 0}, "greedy"),
+        ("policies.p.sampling", {"temperature": 1e-3}, r"below 0\.01, where vLLM"),
         ("policies.p.rollout", {"engine": "simulated"}, r"a section rollout\.simulated"),
         ("policies.p.rollout", {"engine": "external"}, r"a section rollout\.external"),
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -25,6 +26,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _MAX_PROBLEMS: Final = 8
 """So many problems of a configuration are said; the rest is counted."""
 
+_NO_TEXT: Final = re.compile("[\0\ud800-\udfff]")
+"""NUL, which no path holds, and what no file or contract takes as text."""
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message is one line that names the key."""
@@ -41,7 +45,9 @@ class UnknownKeyError(ConfigError):
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, docstrings under fields are descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ServerTlsConfig(Section):
@@ -155,6 +161,7 @@ def load_config(
         if not equals or not key.strip():
             raise ConfigError(f"--set {item!r}: write it as section.key=value")
         _put(values, key.strip().split("."), text.strip())
+    _refuse_no_text(values, "")
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -170,6 +177,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
+def _refuse_no_text(value: object, key: str) -> None:
+    """Refuses what no file, contract or stored config takes as text."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_no_text(name, key or repr(name))
+            _refuse_no_text(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_no_text(item, key)
+    elif isinstance(value, str) and _NO_TEXT.search(value):
+        raise ConfigError(f"{key}: {value!r} has NUL, or something else that is no UTF-8 text")
+
+
 def _from_environ(prefix: str, environ: Mapping[str, str]) -> Iterator[tuple[list[str], str]]:
     head = prefix.upper() + "__"
     for name in sorted(environ):
@@ -179,10 +199,6 @@ def _from_environ(prefix: str, environ: Mapping[str, str]) -> Iterator[tuple[lis
 
 def _put(values: dict[str, Any], keys: Sequence[str], text: str) -> None:
     name = ".".join(keys)
-    try:
-        (name + text).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name}: {text!r} is not UTF-8") from None
     section = values
     for key in keys[:-1]:
         inner = section.setdefault(key, {})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from flexmarl.runtime.algorithm_config import LoraConfig, LossConfig, OptimizerConfig
 from flexmarl.runtime.config_section import MOST, Count, Section
+
+_LEAST_TEMPERATURE: Final = 0.01
 
 
 class ModelConfig(Section):
@@ -169,6 +171,11 @@ class PolicyConfig(Section):
             raise ValueError(
                 "trainer.world_size: a frozen policy needs one slot, once, to publish its weights; "
                 "remove it"
+            )
+        if 0 < self.sampling.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature is below {_LEAST_TEMPERATURE}, where vLLM draws by "
+                f"{_LEAST_TEMPERATURE} all the same; use 0 (greedy), or more"
             )
         if self.kind == "trained" and self.sampling.temperature == 0:
             raise ValueError(
