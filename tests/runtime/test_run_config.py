@@ -81,6 +81,7 @@ def with_(path: str, value: object) -> dict:
         ("agents.a.max_tokens", 1 << 31, "less than or equal"),
         ("agents.a.stop_token_ids", [-1], "greater than or equal"),
         ("agents.a.stop", [""], "at least 1 character"),
+        ("agents.a.stop", [*"abcde"], "at most 4 items"),
         ("agents.a.structured", {"json_schema": "{"}, r"structured\.json_schema is not JSON"),
         ("agents.a.structured", {"json_schema": "3"}, "a schema is an object or a boolean"),
         *(
@@ -140,3 +141,13 @@ def test_entropy_schedule_is_linear_and_then_constant():
 def test_the_resolved_form_reads_back():
     config = RunConfig.model_validate(BASE)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_response_with_a_form_must_be_able_to_end() -> None:
+    config = with_("policies.p.rollout", {"engine": "vllm"})
+    config["policies"]["p"]["sampling"] = {"allow_truncated": True}
+    config["agents"]["a"]["structured"] = {"regex": "a"}
+    RunConfig.model_validate(config)
+    config["agents"]["a"]["ignore_eos"] = True
+    with pytest.raises(ValidationError, match=r"agents\.a\.ignore_eos: .* ends with the model's"):
+        RunConfig.model_validate(config)

@@ -149,6 +149,11 @@ class RunConfig(Section):
                     f'agents.{name}.{key}: engine "{policy.rollout.engine}" knows tokens only; '
                     'use engine "vllm" or "external", or stop_token_ids'
                 )
+        if agent.structured and agent.ignore_eos:
+            raise ValueError(
+                f"agents.{name}.ignore_eos: a response that has its form ends with the model's end "
+                "token, or goes on without any form; remove it, or structured"
+            )
         if agent.structured and policy.kind == "trained" and not policy.sampling.allow_truncated:
             raise ValueError(
                 f"agents.{name}.structured cuts the distribution of a trained policy, so ratios "

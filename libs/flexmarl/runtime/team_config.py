@@ -98,8 +98,8 @@ class AgentConfig(Section):
     """Most tokens to draw per call."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] = ()
     """Tokens that end a response, beyond the model's own end token."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a response; needs engine "vllm" or "external"."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=4)] = ()
+    """Texts that end a response, at most 4; needs engine "vllm" or "external"."""
     structured: StructuredConfig | None = None
     """Form that responses must have; needs engine "vllm" or "external"."""
     ignore_eos: bool = False
