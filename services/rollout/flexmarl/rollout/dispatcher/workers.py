@@ -298,7 +298,11 @@ class WorkerPool:
         self._listener.worker_ready(failure)
 
     def _read_stack(self, report: Path, samples: list[str]) -> Failure | None:
-        """What a worker left whose interpreter was held: its only sample is to blame, if any."""
+        """What a worker left whose interpreter was held: its only sample is to blame, if any.
+
+        Where no thread was in the user's code, the whole process stood still, as in a container
+        that is paused: that was nobody's fault.
+        """
         try:
             with stack_file(report).open(encoding="utf-8", errors="replace") as file:
                 stack = file.read(_MAX_STACK_CHARS)
@@ -306,13 +310,12 @@ class WorkerPool:
             return None
         if not stack:
             return None
-        timeout_s = self._step_timeout_s
         place = held_at(stack, self._setup.workflow_path)
-        message = (
-            "user code held its worker's interpreter for longer than "
-            f"step_timeout_s = {timeout_s:g}" + (f" ({place})" if place else "")
+        what = "user code held its worker's interpreter" if place else "its worker stood still"
+        message = f"{what} for longer than step_timeout_s = {self._step_timeout_s:g}" + (
+            f" ({place})" if place else ""
         )
-        guilty = samples[0] if len(samples) == 1 else ""
+        guilty = samples[0] if place and len(samples) == 1 else ""
         return Failure(
             reason=ErrorReason.WORKFLOW_RAISED, message=message, metadata={"sample_id": guilty}
         )
