@@ -20,6 +20,13 @@ CLIENT_PING_TIMEOUT_MS: Final = 10_000
 SERVER_MIN_PING_INTERVAL_MS: Final = 10_000
 """Pings more frequent than this are a protocol violation to the server."""
 
+SERVER_PING_INTERVAL_MS: Final = 20_000
+"""A server pings this often: a client whose machine lost its power, or that is stopped, sends
+nothing any more, and its stream would stand as long as nothing is sent."""
+
+SERVER_PING_TIMEOUT_MS: Final = 15_000
+"""A client that has not answered a ping by then is gone: what it had in hand goes elsewhere."""
+
 RECONNECT_INITIAL_BACKOFF_MS: Final = 100
 RECONNECT_MAX_BACKOFF_MS: Final = 1_000
 """A restarted service is found again within this time and a fifth of it, which gRPC may add; its
@@ -55,7 +62,11 @@ def server_options(*, handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Optio
         ("grpc.so_reuseport", 0),  # two servers would share a port silently
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", SERVER_PING_INTERVAL_MS),
+        # This one bounds all pings; of the one for keepalives alone gRPC 1.85 takes no notice.
+        ("grpc.http2.ping_timeout_ms", SERVER_PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 2),
