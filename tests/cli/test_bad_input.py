@@ -180,8 +180,9 @@ def test_a_pretrained_model_without_weights(refused):
     assert "has no weights" in said
 
 
-def test_no_room_for_a_prompt(refused):
-    said = refused("--set", "agents.solver.max_tokens=64")
+@pytest.mark.parametrize("set_context", [(), ("--set", "policies.solver.rollout.max_context=999")])
+def test_no_room_for_a_prompt(refused, set_context):
+    said = refused("--set", "agents.solver.max_tokens=64", *set_context)
     assert "agents.solver.max_tokens = 64" in said
     assert "64 tokens in all" in said
 

@@ -25,7 +25,8 @@ def check_models(config: RunConfig) -> None:
         _check_model(f"policies.{name}.model.path", policy)
     for name, agent in config.agents.items():
         policy = config.policies[agent.policy]
-        limit = policy.rollout.max_context or _context_of(policy.model.path)
+        limits = (policy.rollout.max_context, _context_of(policy.model.path))
+        limit = min((n for n in limits if n is not None), default=None)
         if limit is not None and agent.max_tokens >= limit:
             raise CliError(
                 f"agents.{name}.max_tokens = {agent.max_tokens} leaves no room for a prompt: "
