@@ -24,7 +24,8 @@ from scripts.reference.metrics_page import DECLARED
 pytestmark = pytest.mark.real
 
 RUN = "watched"
-SIZE = Size(versions=10)
+SIZE = Size(versions=40)
+"""Four a second on a fast machine, in which Prometheus looks twice; a rate needs several looks."""
 # The splitter has far more instances than its share of the work, and the sorter's calls wait for
 # its only one: some instances move, however fast the machine is.
 CROWDED = [

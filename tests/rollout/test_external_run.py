@@ -44,7 +44,8 @@ rollout = {{ engine = "external", external = {{ url = "{url}", model = "judge-32
 @pytest.mark.real
 @pytest.mark.timeout(180)
 def test_a_run_asks_a_server_that_runs_already(tmp_path):
-    server = CompletionServer(own_weights=True)
+    shape = json.loads((QUICKSTART / "model/config.json").read_text())
+    server = CompletionServer(own_weights=True, vocab_size=shape["vocab_size"])
     (tmp_path / "team").mkdir()
     (tmp_path / "team/team.py").write_text(TEAM)
     # A config and a tokenizer: all that is needed here of a model that is served elsewhere.

@@ -68,6 +68,10 @@ async def test_no_call_reaches_the_engine_twice_when_the_dispatcher_is_killed(tm
             ids = await cluster.admit(0, groups=4, samples=2)
             slow = len(ids) * 3
             await cluster.until(lambda s: s.queues["p"].num_running == slow, timeout_s=60)
+            async with asyncio.timeout(30):
+                # What a dispatcher has sent may be on its way yet, and dies with it.
+                while len(server.running) < slow:  # noqa: ASYNC110 - the server has no events
+                    await asyncio.sleep(0.02)
             services.rollout.kill()
             server.most_tokens = LENGTHS["slow"]
             async with asyncio.timeout(30):

@@ -29,12 +29,21 @@ class CompletionServer:
         socket: Path of its Unix socket; None: a port of its own.
         own_weights: Whether it has weights from the start, like a server that nobody updates.
         ids: Whether it returns token ids.
+        vocab_size: Tokens are below it.
     """
 
-    def __init__(self, socket: Path | None = None, *, own_weights: bool = False, ids: bool = True):
+    def __init__(
+        self,
+        socket: Path | None = None,
+        *,
+        own_weights: bool = False,
+        ids: bool = True,
+        vocab_size: int = VOCAB_SIZE,
+    ):
         self.content = "own" if own_weights else "random"
         self.label = ""
         self.ids = ids
+        self.vocab_size = vocab_size
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.stuck = False
@@ -132,7 +141,7 @@ class CompletionServer:
 
     def complete(self, body: dict) -> object:
         self.bodies.append(body)
-        if not body["prompt"] or max(body["prompt"]) >= VOCAB_SIZE:
+        if not body["prompt"] or max(body["prompt"]) >= self.vocab_size:
             return 400
         if "prompt_logprobs" in body:
             rng = random.Random(self.content)
@@ -148,7 +157,7 @@ class CompletionServer:
             self.may_run.wait(0.01)
             held = len(tokens) >= self.most_tokens
             if self.may_run.is_set() and not aborted.wait(TOKEN_S) and not held:
-                tokens.append(rng.randrange(VOCAB_SIZE))
+                tokens.append(rng.randrange(self.vocab_size))
                 self.drawn[name] = len(tokens)
         del self.running[name]
         choice = {
