@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -51,10 +50,9 @@ async def test_what_a_stopped_host_had_in_hand_goes_elsewhere(tmp_path):
             await open_and_activate(cluster, manifest)
             ids = await cluster.admit(0, groups=4)
             await cluster.until(lambda s: len(s.instances) == 2 and all_run(s), timeout_s=60)
-            stopped = hosts[0].process.pid
-            os.kill(stopped, signal.SIGSTOP)
+            tell(hosts[0], signal.SIGSTOP)
             await cluster.until_ended(timeout_s=90)
-            os.kill(stopped, signal.SIGCONT)
+            tell(hosts[0], signal.SIGCONT)
             samples = await cluster.samples()
             assert {samples[i].status for i in ids} == {common_pb2.SAMPLE_STATUS_DONE}
             for name in ids:
@@ -67,10 +65,14 @@ async def test_what_a_stopped_host_had_in_hand_goes_elsewhere(tmp_path):
             assert status.counters["samples_done"] == len(ids)
     finally:
         for host in hosts:
-            if host.alive:
-                host.process.send_signal(signal.SIGCONT)
+            tell(host, signal.SIGCONT)
             host.stop()
         services.stop()
+
+
+def tell(host: Service, what: signal.Signals) -> None:
+    if host.process is not None:
+        host.process.send_signal(what)
 
 
 def all_run(status) -> bool:
