@@ -50,16 +50,29 @@ async def test_snapshot_while_writing_is_whole_and_restores(tmp_path):
         in_memory.buffers["w"].data[:] = b"abcd"
         await in_memory.seal()
         before = [v async for v in store.list_vertices(RUN, view=pb.VERTEX_VIEW_FULL)]
-        stop = asyncio.Event()
+        stop, writing = asyncio.Event(), asyncio.Event()
+        # Of batch 1: what batch 0 was committed with counts its rows.
+        group_id = "b000001a0-g0001"
+        sample_id = f"{group_id}-s000a0"
 
         async def write() -> None:
             call = 0
-            await store.write_graph(RUN, term=1, groups=[a_group(2)])
+            await store.write_graph(RUN, term=1, groups=[a_group(1, group_id=group_id, batch=1)])
             while not stop.is_set():
-                await store.write_graph(RUN, term=1, vertices=[a_vertex(call, group=2)])
+                row = a_vertex(
+                    call,
+                    vertex_id=f"{sample_id}/0:{call}",
+                    sample_id=sample_id,
+                    group_id=group_id,
+                    batch=1,
+                )
+                await store.write_graph(RUN, term=1, vertices=[row])
+                writing.set()
                 call += 1
 
         writer = asyncio.create_task(write())
+        async with asyncio.timeout(50):
+            await writing.wait()
         made = await store.create_snapshot("first")
         stop.set()
         await writer

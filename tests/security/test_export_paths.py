@@ -106,7 +106,7 @@ def test_a_stored_run_names_no_policy_or_agent_that_leads_out(name: str) -> None
     for table, one in (("policies", "policy"), ("agents", "agent")):
         changed = json.loads(json.dumps(stored))
         changed[table][name] = changed[table]["merger"]
-        with pytest.raises(ConfigError, match=rf"{one} .*use letters"):
+        with pytest.raises(ConfigError, match=rf"{one} .*use letters|^{table}: .*NUL"):
             load_config(RunConfig, stored_json=json.dumps(changed).encode())
 
 
