@@ -116,6 +116,22 @@ class TestSamples:
         decided = rules.decide_sample(known=known, new=new, same=same, group_open=group_open)
         assert decided is outcome
 
+    @pytest.mark.parametrize(
+        ("known", "new", "group_open", "cancelled"),
+        [
+            (SampleStatus.OPEN, SampleStatus.DONE, False, True),
+            (SampleStatus.OPEN, SampleStatus.CANCELLED, False, True),
+            (SampleStatus.OPEN, SampleStatus.DONE, True, False),
+            (SampleStatus.OPEN, SampleStatus.OPEN, False, False),
+            (SampleStatus.FAILED, SampleStatus.DONE, False, False),
+            (None, SampleStatus.DONE, False, False),
+        ],
+    )
+    def test_one_that_its_group_did_not_wait_for_ends_cancelled(
+        self, known, new, group_open, cancelled
+    ):
+        assert rules.ends_cancelled(known=known, new=new, group_open=group_open) is cancelled
+
 
 class TestClosures:
     def test_open_group_closes_and_the_same_end_again_is_unchanged(self):

@@ -104,6 +104,21 @@ async def test_row_of_an_ended_sample_or_group_is_late(store, term):
     assert [s.sample_id for s in await store.list_samples(RUN)] == [SAMPLE]
 
 
+@pytest.mark.parametrize("late", [common.SAMPLE_STATUS_DONE, common.SAMPLE_STATUS_CANCELLED])
+async def test_a_sample_whose_group_ended_before_it_ends_cancelled(store, term, late):
+    """Its own end came too late to count; that it is over is true nevertheless."""
+    opened = a_sample(common.SAMPLE_STATUS_OPEN)
+    await store.write_graph(RUN, term=term, groups=[a_group()], samples=[opened])
+    await store.close_groups(RUN, [closure()], term=term)
+    ended = a_sample(late, num_vertices=3, finished_unix_ns=5)
+    for _ in range(2):
+        response = await store.write_graph(RUN, term=term, samples=[ended])
+        assert list(response.sample_outcomes) == [DUPLICATE]
+        [stored] = await store.list_samples(RUN)
+        assert stored.status == common.SAMPLE_STATUS_CANCELLED
+        assert (stored.num_vertices, stored.finished_unix_ns) == (0, 5)
+
+
 async def test_identical_rewrite_after_closure_is_unchanged(store, term):
     await store.write_graph(RUN, term=term, groups=[a_group()], vertices=[a_vertex()])
     await store.close_groups(RUN, [closure(a_vertex())], term=term)

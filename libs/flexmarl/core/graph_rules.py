@@ -120,6 +120,14 @@ def decide_sample(
     return WriteOutcome.ACCEPTED
 
 
+def ends_cancelled(*, known: SampleStatus | None, new: SampleStatus, group_open: bool) -> bool:
+    """Whether a sample's end came after that of its group, which was decided without it.
+
+    The end is late; the sample, which is still open in the store, ends as cancelled.
+    """
+    return known is SampleStatus.OPEN and SAMPLE.is_terminal(new) and not group_open
+
+
 def decide_closure(group_id: str, *, known: GroupStatus, new: GroupStatus) -> WriteOutcome:
     """Decides over the end of a group; the same end again is UNCHANGED (its rows are compared).
 

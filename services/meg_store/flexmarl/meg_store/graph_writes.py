@@ -151,21 +151,30 @@ class _Rows:
             sample = _with_left(stored, sample)
         value = sample.SerializeToString(deterministic=True)
         checks.check_size(sample.sample_id, len(value), row_limits.MAX_SAMPLE_BYTES)
-        old = None if stored is None else stored.status
+        old = None if stored is None else SAMPLE_STATUS.to_core(stored.status)
+        new = SAMPLE_STATUS.to_core(sample.status)
+        group_open = self._scope.is_group_open(sample.group_id)
         outcome = graph_rules.decide_sample(
-            known=None if old is None else SAMPLE_STATUS.to_core(old),
-            new=SAMPLE_STATUS.to_core(sample.status),
-            same=value == known,
-            group_open=self._scope.is_group_open(sample.group_id),
+            known=old, new=new, same=value == known, group_open=group_open
         )
         if outcome is WriteOutcome.ACCEPTED:
             self._draft.put(Table.GRAPH, key, value)
             if stored is None or _is_news(stored, sample):
-                event = pb.Event(kind=pb.EVENT_KIND_SAMPLE, sample=sample)
-                self._draft.event(self._run_id, event)
+                self._tell(sample)
         elif outcome is WriteOutcome.DUPLICATE:
             self._scope.keep_late(sample.sample_id, value)
+            if stored is not None and graph_rules.ends_cancelled(
+                known=old, new=new, group_open=group_open
+            ):
+                stored.status = common_pb2.SAMPLE_STATUS_CANCELLED
+                stored.started_unix_ns = sample.started_unix_ns
+                stored.finished_unix_ns = sample.finished_unix_ns
+                self._draft.put(Table.GRAPH, key, stored.SerializeToString(deterministic=True))
+                self._tell(stored)
         return outcome
+
+    def _tell(self, sample: graph_pb2.Sample) -> None:
+        self._draft.event(self._run_id, pb.Event(kind=pb.EVENT_KIND_SAMPLE, sample=sample))
 
     def _open_subgraphs(self, group: graph_pb2.Group) -> None:
         """What was closed was closed for the groups that were known then."""
