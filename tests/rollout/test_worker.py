@@ -353,6 +353,53 @@ async def test_a_workflow_that_cannot_be_imported_is_named(bench, source, workfl
         assert word in ready.failure.message
 
 
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ messages[0].content }}"
+)
+ASKED = {"policy": "p", "prompt": "{text}", "chat": True}
+TALKS = {"policy": "p"}
+BROKEN_TEMPLATES = [
+    ("{% if %}", ASKED, ["does not compile"]),
+    ("{% if %}", TALKS, ["does not compile"]),
+    ("{{ messages | nosuchfilter }}", TALKS, ["does not compile", "nosuchfilter"]),
+    ("{{ 1 // 0 }}", ASKED, ["ZeroDivisionError"]),
+    ("{{ strftime_now('%d %b %Y') }}", TALKS, ["strftime_now"]),
+    ("{{ raise_exception('parts only') }}", ASKED, ["parts only"]),
+    (NO_SYSTEM, {**ASKED, "system": "Be brief."}, ["no system role"]),
+    ("{{ 'x' * (n // 0) }}", {**ASKED, "chat_options": {"n": 1}}, ["ZeroDivisionError"]),
+]
+
+
+@pytest.mark.parametrize(("template", "agent", "words"), BROKEN_TEMPLATES)
+async def test_a_chat_template_by_which_no_call_can_be_made_is_named_before_any_sample(
+    bench, template, agent, words
+):
+    source = "async def team(c, q): pass\ndef reward(s): pass"
+    _, ready = await bench.try_worker(source, agents={"echo": agent}, chat_template=template)
+    assert ready.failure.reason == "MODEL_INVALID"
+    for word in ["policies.p.model", "chat template of", "'echo'", *words]:
+        assert word in ready.failure.message
+
+
+@pytest.mark.parametrize(
+    ("template", "agent"),
+    [
+        (NO_SYSTEM, ASKED),
+        (NO_SYSTEM, {**TALKS, "system": "Be brief."}),
+        ("{{ raise_exception('wants a document') }}", TALKS),
+        ("{{ messages[0].content[0].text.strip() }}", TALKS),
+        ("{{ 10 // n }}", {**TALKS, "chat_options": {"n": 5}}),
+        ("{% if strftime_now is defined %}{{ 1 // 0 }}{% endif %}.", ASKED),
+        ("{% if %}", {"policy": "p", "prompt": "{text}"}),
+    ],
+)
+async def test_a_chat_template_by_which_some_call_can_be_made_is_taken(bench, template, agent):
+    source = "async def team(c, q): pass\ndef reward(s): pass"
+    _, ready = await bench.try_worker(source, agents={"echo": agent}, chat_template=template)
+    assert not ready.HasField("failure"), ready.failure
+
+
 async def test_models_and_templates_that_do_not_fit_are_named(bench, tmp_path):
     source = "async def team(c, q): pass\ndef reward(s): pass"
     agents = {"echo": {"policy": "p", "prompt": "{text.__class__}"}}

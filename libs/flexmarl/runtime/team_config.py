@@ -91,7 +91,8 @@ class AgentConfig(Section):
     chat: bool = False
     """Wrap the prompt as a user message in the model's chat template."""
     chat_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further variables of the chat template, such as `enable_thinking`."""
+    """Further variables of the chat template, such as `enable_thinking`, or `date_string` where it
+    writes a date: it is given no clock (`strftime_now`), and prompts are the same on every day."""
     merge_turns: bool = False
     """Train calls whose prompts continue one another as one row; see docs/workflow.md."""
     max_tokens: Count = 256

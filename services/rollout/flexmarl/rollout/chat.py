@@ -1,7 +1,9 @@
 """A model's chat template, rendered as Hugging Face renders it, in a sandbox.
 
 The template comes from a foreign file: it runs in jinja2's immutable sandbox, and it is given no
-clock, so that the same messages make the same prompt on every day (replay compares its hash).
+clock (transformers' `strftime_now`): the same messages make the same prompt on every day, in a
+replay (which compares its hash) and in another run of the same config. Templates that ask whether
+there is one write a date of their own; `chat_options` set another, under the name that they take.
 """
 
 from __future__ import annotations
@@ -25,6 +27,18 @@ _TOOL_USE: Final = "tool_use"
 """Of several templates, the one for calls that offer tools."""
 
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+_TEXT: Final = "Hello."
+_SIMPLEST: Final[Sequence[Sequence[Mapping[str, Any]]]] = tuple(
+    ({"role": "user", "content": content},)
+    for content in (_TEXT, [{"type": "text", "text": _TEXT}])
+)
+"""What a call may say, by who takes texts and who takes parts."""
+
+
+class _RefusedError(jinja2.TemplateError):
+    """A template's own word that it does not take the messages."""
 
 
 class ChatTemplate:
@@ -72,17 +86,8 @@ class ChatTemplate:
                 f"agent {agent!r}: the model folder {self._folder} has no chat template",
                 {"agent": agent, "path": str(self._folder)},
             )
-        given = {
-            "messages": messages,
-            "tools": None if tools is None else list(tools),
-            "add_generation_prompt": True,
-        }
         try:
-            template = self._templates.get(name)
-            if template is None:
-                template = _environment().from_string(self._sources[name])
-                self._templates[name] = template
-            return template.render({**self._special, **options, **given})
+            return self._fill(name, messages, tools=tools, options=options)
         except jinja2.TemplateSyntaxError as error:
             raise DomainError(
                 ErrorReason.MODEL_INVALID,
@@ -90,12 +95,69 @@ class ChatTemplate:
                 {"agent": agent},
             ) from None
         except Exception as error:  # noqa: BLE001 - its author's code: it may index, divide, recurse
-            what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise DomainError(
                 ErrorReason.INVALID_ARGUMENT,
-                f"agent {agent!r}: the chat template refuses the messages: {what}{error}",
+                f"agent {agent!r}: the chat template refuses the messages: {_what(error)}",
                 {"agent": agent},
             ) from None
+
+    def fault(
+        self, messages: list[dict[str, Any]] | None, *, options: Mapping[str, Any]
+    ) -> str | None:
+        """Why no call can be rendered, in words; None when some can.
+
+        Args:
+            messages: What a call says; None when that is not known. Then a template that refuses by
+                its own words is not broken (it may want a role or parts that nobody can guess),
+                only one in which something goes wrong whatever is said.
+            options: Further variables of the template.
+        """
+        try:
+            for name in self._sources:
+                self._compiled(name)
+        except Exception as error:  # noqa: BLE001 - its author's code
+            return f"does not compile: {_what(error)}"
+        if _DEFAULT not in self._sources:
+            return None  # calls must offer tools; which ones is not known here
+        first: Exception | None = None
+        for talk in _SIMPLEST if messages is None else (messages,):
+            try:
+                self._fill(_DEFAULT, talk, tools=None, options=options)
+            except Exception as error:  # noqa: BLE001 - its author's code
+                if messages is None and isinstance(error, _RefusedError):
+                    return None
+                first = first or error
+            else:
+                return None
+        assert first is not None, "there is at least one talk"
+        return f"refuses even the simplest messages: {_what(first)}"
+
+    def _fill(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        given = {
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": True,
+        }
+        return self._compiled(name).render({**self._special, **options, **given})
+
+    def _compiled(self, name: str) -> jinja2.Template:
+        template = self._templates.get(name)
+        if template is None:
+            template = self._templates[name] = _environment().from_string(self._sources[name])
+        return template
+
+
+def _what(error: Exception) -> str:
+    """What a template raised: its own words, or what went wrong in it."""
+    what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    return f"{what}{error}"
 
 
 class _Generation(Extension):
@@ -132,7 +194,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _RefusedError(message)
 
 
 def _find_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -72,6 +72,7 @@ class ModelText:
     """Tokenizer, chat template and limits of one model folder.
 
     Attributes:
+        folder: The folder.
         max_context: Longest prompt plus response; None when the folder does not say.
         eos_token_ids: Tokens that end a response.
     """
@@ -92,6 +93,7 @@ class ModelText:
                 f"policies.{policy}.model: {path} cannot be read: {error}",
                 {"policy": policy, "path": str(path)},
             ) from None
+        self.folder = folder
         config = _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json")
         self.chat = ChatTemplate(folder, _read_json(folder / "tokenizer_config.json"))
@@ -318,6 +320,7 @@ def build_agents(config: RunConfig, model_paths: Mapping[str, str]) -> dict[str,
                 "template; set chat = false or use an instruction-tuned model",
                 {"agent": name, "policy": agent.policy},
             )
+        _check_chat(name, agent, model)
         eos = () if agent.ignore_eos else model.eos_token_ids
         limits = [n for n in (model.max_context, policy.rollout.max_context) if n is not None]
         agents[name] = Agent(
@@ -333,6 +336,32 @@ def build_agents(config: RunConfig, model_paths: Mapping[str, str]) -> dict[str,
             max_context=min(limits) if limits else None,
         )
     return agents
+
+
+def _check_chat(name: str, agent: AgentConfig, model: ModelText) -> None:
+    """Refuses an agent that needs its model's chat template, where no call could be rendered by it.
+
+    An agent whose prompt is plain text may be called with messages, too; that is found out then.
+
+    Raises:
+        DomainError: MODEL_INVALID.
+    """
+    if not model.chat.available or (agent.prompt is not None and not agent.chat):
+        return
+    said: list[dict[str, Any]] | None = None
+    if agent.prompt is not None:
+        said = [{"role": "user", "content": "Hello."}]
+        if agent.system is not None:
+            said.insert(0, {"role": "system", "content": agent.system})
+    fault = model.chat.fault(said, options=agent.chat_options)
+    if fault is None:
+        return
+    raise DomainError(
+        ErrorReason.MODEL_INVALID,
+        f"policies.{agent.policy}.model: the chat template of {model.folder} {fault}; "
+        f"agent {name!r} needs it",
+        {"policy": agent.policy, "agent": name, "path": str(model.folder)},
+    )
 
 
 def _invalid(agent: str, problem: str) -> DomainError:
