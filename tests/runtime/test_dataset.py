@@ -90,6 +90,8 @@ def test_filters_keep_rows_that_pass_all_of_them() -> None:
         (b'{"a":1}\n{"a":', "line 2 is not JSON"),
         (b'{"a":1}\n\xff', "line 2 is not JSON"),
         (b'{"a":1}\n{"b":' + b"[" * 99999, "line 2 is not JSON"),
+        (b'{"a":1}\n{"b":1,"a":1,"b":1}', "line 2 has the key 'b' twice"),
+        (b'{"a":[{"b":{"c":1,"c":2}}]}', "line 1 has the key 'c' twice"),
         (b"[1]", "line 1 is not a JSON object"),
         (b'{"a":NaN}', "line 1 cannot be written as JSON"),
         (b'{"a":1}\n{"a":"' + b"x" * 1_100_000 + b'"}', "line 2 has 1100008 bytes as JSON"),

@@ -116,12 +116,32 @@ def _json_rows(file: QueryFile) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         place = f"line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_each_key_once)
+        except _RepeatedKeyError as error:
+            raise _invalid(
+                file, f"{place} has the key {error.key!r} twice; which one counts is not known"
+            ) from None
         except (ValueError, RecursionError) as error:  # bad JSON, not UTF-8, or nested endlessly
             raise _invalid(file, f"{place} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise _invalid(file, f"{place} is not a JSON object")
         yield place, row
+
+
+class _RepeatedKeyError(Exception):
+    """An object names a key twice: JSON readers keep either, and what is asked would differ."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
+    return found
 
 
 def _parquet_rows(file: QueryFile, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
