@@ -67,8 +67,9 @@ class CompletionServer:
                     self._answer(server.post(self.path, body))
 
             def _answer(self, found: object):
-                status = found if isinstance(found, int) else 200
-                data = json.dumps({} if isinstance(found, int) else found).encode()
+                found = (found, {}) if isinstance(found, int) else found
+                status, said = found if isinstance(found, tuple) else (200, found)
+                data = json.dumps(said).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

@@ -21,7 +21,7 @@ from rollout.engines.engine_kit import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, EngineOptions
+from flexmarl.api.rollout.v1.engine_pb2 import EngineLoad, EngineOptions, StructuredOutput
 from flexmarl.core.errors import DomainError
 from flexmarl.core.weights_probe import probe_prompt
 from flexmarl.rollout.engines.admission import Admission
@@ -191,6 +191,31 @@ def test_refusals_of_the_server_are_the_requests_fault_and_its_absence_is_not(vl
     vllm.engine.submit([request("lost", [1])])
     lost = collect(vllm.engine, ["lost"])["lost"]
     assert lost.failure.reason == "UNAVAILABLE" and lost.infrastructure
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("json_schema", "true"), ("regex", "\u00e4"), ("choices", ["\u00e4"])]
+)
+def test_a_form_on_which_vllm_fails_is_the_requests_fault_and_is_named(vllm, field, value):
+    serve(vllm, 0)
+    vllm.engine._admission = Admission(
+        max_context=64, vocab_size=24, max_waiting=9, knows_text=True
+    )
+    plain, formed = request("plain", [1]), request("formed", [1])
+    formed.sampling.structured.MergeFrom(StructuredOutput(**{field: value}))
+    for answer, fault in (
+        (500, True),
+        (503, False),
+        ((500, {"error": {"message": "EngineCore encountered an issue. See"}}), False),
+    ):
+        vllm.server.says = answer
+        vllm.engine.submit([plain, formed])
+        results = collect(vllm.engine, ["plain", "formed"])
+        assert results["plain"].infrastructure
+        failure = results["formed"].failure
+        assert results["formed"].infrastructure != fault
+        assert failure.reason == ("INVALID_ARGUMENT" if fault else "UNAVAILABLE")
+        assert (f"structured.{field}" in failure.message) == fault
 
 
 def said(*tokens: float, logprobs: list[object] | None = None) -> dict:

@@ -175,6 +175,18 @@ def test_responses_keep_to_a_form_and_end_at_a_text(subject):
         assert len(result.logprobs) == len(result.tokens)
 
 
+def test_a_form_that_no_token_can_write_fails_its_request_alone_and_by_name(subject):
+    serve(subject, 1, content=42)
+    formed, plain = (request(name, [1, 2], version=1, max_tokens=8) for name in ("formed", "plain"))
+    formed.sampling.structured.choices.extend(["ABBA", "ACDC"])  # its tokens are small letters
+    subject.engine.submit([formed, plain])
+    results = collect(subject.engine, ["formed", "plain"])
+    refused = results["formed"]
+    assert refused.failure.reason == "INVALID_ARGUMENT" and not refused.infrastructure
+    assert "structured.choices" in refused.failure.message
+    assert len(results["plain"].tokens) == 8
+
+
 def test_keep_freezes_what_runs_and_resume_goes_on_with_the_same_tokens(subject, backend):
     serve(subject, 1, content=31)
     greedy = request("plain", [1, 2], version=1, max_tokens=60, temperature=0.0)

@@ -65,6 +65,7 @@ class Backend(Protocol):
 
         Raises:
             HttpStatusError: It refused.
+            DomainError: It will not take this request, however often it is asked.
             Exception: It failed, or its answer makes no sense.
         """
         ...
@@ -238,6 +239,8 @@ class RemoteEngine:
             fault = error.status in _CLIENT_ERRORS and error.status not in _BUSY
             reason = ErrorReason.INVALID_ARGUMENT if fault else ErrorReason.UNAVAILABLE
             return _failed(request, reason, str(error), infrastructure=not fault)
+        except DomainError as error:
+            return _failed(request, error.reason, error.message, infrastructure=False)
         except Exception as error:  # noqa: BLE001 - what a server says may be anything
             message = f"{type(error).__name__}: {error}"
             return _failed(request, ErrorReason.UNAVAILABLE, message, infrastructure=True)

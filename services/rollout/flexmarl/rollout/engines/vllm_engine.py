@@ -12,6 +12,7 @@ started again with the last order.
 from __future__ import annotations
 
 import contextlib
+import http
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ from flexmarl.rollout.engines.vllm_process import (
 
 EXIT_SERVER_ENDED: Final = 4
 """Exit code of an engine whose vLLM ended."""
+
+_ENGINE_DIED: Final = "EngineCore encountered an issue"
+"""What vLLM says when all its requests have failed, and not the one alone."""
 
 _CONTROL_TIMEOUT_S: Final = 120.0
 _GENERATE_TIMEOUT_S: Final = 3600.0
@@ -125,7 +129,13 @@ class VllmBackend:
             # The stop tokens are all named: the model's own end token among them, or not.
             "ignore_eos": True,
         }
-        answer = self._server.call("POST", "/v1/completions", body, timeout_s=_GENERATE_TIMEOUT_S)
+        try:
+            answer = self._server.call(
+                "POST", "/v1/completions", body, timeout_s=_GENERATE_TIMEOUT_S
+            )
+        except HttpStatusError as error:
+            _refuse_form(request, error)
+            raise
         response = read_completion(answer)
         if len(response.tokens) > max_tokens:
             raise ValueError(f"{len(response.tokens)} tokens, asked for {max_tokens}")
@@ -227,6 +237,28 @@ def _update_info(load: EngineLoad) -> JsonObject:
         "shapes": [list(buffer.shape) for buffer in load.buffers],
         "offsets": [buffer.offset for buffer in load.buffers],
     }
+
+
+def _refuse_form(request: GenerateRequest, error: HttpStatusError) -> None:
+    """Tells a form that vLLM cannot compile from trouble of its own: both are a bare 500.
+
+    It checks a form's grammar before, but not against the tokenizer: with a character that no token
+    can write, it ends that one request so, and every other instance would, too. Where its engine
+    has died it says that, and the form has nothing to do with it.
+
+    Raises:
+        DomainError: INVALID_ARGUMENT.
+    """
+    sampling = request.sampling
+    if error.status != http.HTTPStatus.INTERNAL_SERVER_ERROR or _ENGINE_DIED in str(error):
+        return
+    if sampling.HasField("structured"):
+        (field, _), *_ = sampling.structured.ListFields()
+        raise DomainError(
+            ErrorReason.INVALID_ARGUMENT,
+            f"vLLM fails on the form of the response, structured.{field.name}: look for characters "
+            f"that the model's tokenizer has no tokens for; vLLM's log says more ({error})",
+        ) from error
 
 
 def _version_text(load: EngineLoad) -> str:
