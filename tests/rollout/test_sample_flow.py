@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from rollout.flow_world import OPEN, FlowWorld, spec
+from rollout.virtual_time import run_virtually
 
 from flexmarl.api.common.v1 import common_pb2
 
@@ -37,6 +38,25 @@ async def test_a_sample_that_is_cut_while_it_waits_for_a_place_ends_once():
     world.end(third.sample_id)
     world.stores()
     assert (len(world.flow), world.num_done) == (0, 1)
+
+
+def test_the_time_of_a_sample_counts_from_when_a_worker_took_it() -> None:
+    """Its worker is ended when it is late: not for the time that it waited for room there."""
+
+    async def wait_and_run() -> None:
+        loop = asyncio.get_running_loop()
+        world = FlowWorld()
+        world.flow.start([spec(0)])
+        world.stores()
+        (sample,) = world.flow
+        for waited_s in (5000.0, 7000.0):
+            await asyncio.sleep(waited_s)
+            world.take(sample.spec.sample_id)
+            assert sample.started_at == loop.time()
+            world.die()
+            await asyncio.sleep(1.0)  # what is stored of it is read
+
+    run_virtually(wait_and_run())
 
 
 class Traffic:

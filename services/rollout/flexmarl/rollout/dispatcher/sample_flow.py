@@ -271,8 +271,6 @@ class SampleFlow:
             self._end_here(sample, common_pb2.SAMPLE_STATUS_CANCELLED)
             return
         sample.stage = Stage.RUNNING
-        sample.started_unix_ns = sample.started_unix_ns or time.time_ns()
-        sample.started_at = self._loop.time()
         self._workers.submit(WorkerSample(spec=sample.spec, stored=stored), crashes=sample.crashes)
 
     # The workers' side.
@@ -316,8 +314,11 @@ class SampleFlow:
         self._rewards.submit(job, scored)
 
     def worker_took(self, slot: WorkerSlot, sample_id: str) -> None:
-        """A sample was given to a worker."""
-        self._samples[sample_id].slot = slot
+        """A sample was given to a worker: from now on its times count, not while it waited."""
+        sample = self._samples[sample_id]
+        sample.slot = slot
+        sample.started_unix_ns = sample.started_unix_ns or time.time_ns()
+        sample.started_at = self._loop.time()
 
     def worker_ready(self, failure: Failure | None) -> None:
         """A worker has imported the workflow, or cannot."""
