@@ -118,6 +118,28 @@ async def test_a_workflow_that_holds_the_interpreter_is_found_and_named(make, tm
         assert status.counters["worker_deaths"] == 3
 
 
+OWN_IMPORTS = {
+    "ends it": (IMPORTS["ends it"][0], "ended its process 3 times in a row (exit code 4)"),
+    "never ends": IMPORTS["never ends"],
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["ends it", pytest.param("never ends", marks=pytest.mark.real)])
+async def test_an_estimator_whose_import_ends_its_process_or_never_ends(make, tmp_path, how):
+    """Workers do not import it: only reward processes could tell, and none came to say a word."""
+    line, said = OWN_IMPORTS[how]
+    cluster = make(advantage={"estimator": "own:advantages"})
+    own = f"{line}\ndef advantages(rewards): return rewards\n"
+    (tmp_path / "package" / "own.py").write_text(own)
+    async with cluster:
+        await opened(cluster, tmp_path)
+        status = await cluster.until(lambda s: s.HasField("fatal"), timeout_s=START_S + 30)
+        assert status.fatal.reason == "WORKFLOW_IMPORT_FAILED"
+        assert "estimator own:advantages" in status.fatal.message
+        assert said in status.fatal.message
+
+
 HANGING = {
     "sleeps": "__import__('time').sleep(99)",
     # Holds the interpreter's lock: nothing in its own process could end it.

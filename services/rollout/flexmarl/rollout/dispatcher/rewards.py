@@ -24,6 +24,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.config import UserCodeConfig
 from flexmarl.rollout.dispatcher.outgoing import Outgoing, send_to_child
+from flexmarl.rollout.dispatcher.workers import MAX_STILLBORN, START_S, import_failure
 from flexmarl.runtime.aio import Background
 from flexmarl.runtime.children import ChildProcess, Children
 from flexmarl.runtime.config import LogConfig
@@ -58,7 +59,11 @@ class _Job:
 
 @dataclass(slots=True)
 class _Slot:
-    """Place of one process: jobs sent to it, and since when the one in front runs."""
+    """Place of one process: jobs sent to it, and since when the one in front runs.
+
+    `stillborn` counts the last ones that ended before they had imported the function; `timed_out`
+    is the job that a process was ended for.
+    """
 
     ordinal: int
     sent: deque[_Job] = field(default_factory=deque)
@@ -67,14 +72,16 @@ class _Slot:
     ready: bool = False
     since: float = 0.0
     suspect: _Job | None = None
-    timed_out: bool = False
+    timed_out: _Job | None = None
+    stillborn: int = 0
 
 
 class RewardPool:
     """Reward processes of one run.
 
-    Each slot waits for its process (freed by its end: another takes its place), for results, and
-    for commands to send. Jobs wait for room in a process, in the order given; how many can wait is
+    Each slot waits for its process (freed by its end: another takes its place; one that cannot
+    import the function within START_S, or ends before, breaks the pool), for results, and for
+    commands to send. Jobs wait for room in a process, in the order given; how many can wait is
     bounded by the samples in progress.
 
     Args:
@@ -185,29 +192,33 @@ class RewardPool:
             if self._closed.is_set():
                 return
             self._bury(slot)
-            await asyncio.sleep(RESTART_PAUSE_S)
+            await asyncio.sleep(min(RESTART_PAUSE_S * (1 + slot.stillborn), 5.0))
 
     async def _converse(self, slot: _Slot, child: ChildProcess) -> None:
         slot.outgoing = Outgoing(RewardCommand)
         slot.outgoing.add().setup.CopyFrom(self._setup)
-        slot.timed_out = False
+        slot.timed_out = None
         sender = asyncio.create_task(
             send_to_child(slot.outgoing, child), name=f"{child.name} sender"
         )
+        late = self._loop.call_later(START_S, self._import_hangs, child)
         try:
             async for frame in child.link:
                 event = RewardEvent.FromString(frame)
                 if event.HasField("ready"):
+                    late.cancel()
                     self._is_ready(slot, event)
                 for result in event.results:
                     self._scored(slot, result)
         finally:
+            late.cancel()
             sender.cancel()
             child.link.close()
             if not self._closed.is_set():
                 await child.stop(grace_s=0.5)
 
     def _is_ready(self, slot: _Slot, event: RewardEvent) -> None:
+        slot.stillborn = 0
         if event.ready.HasField("failure"):
             self._on_broken(event.ready.failure)
             return
@@ -236,29 +247,50 @@ class RewardPool:
                 front = slot.sent[0] if slot.sent and slot.since < late else None
                 # Seen twice: its result may be on the link, and this loop may have been busy.
                 if front is not None and front is slot.suspect and slot.child is not None:
-                    slot.timed_out = True
+                    slot.timed_out = front
                     slot.child.kill()
                 slot.suspect = front
 
     def _bury(self, slot: _Slot) -> None:
         """Blames the job in front for the end of its process; the others go to another one."""
         child, slot.child = slot.child, None
-        slot.ready = False
+        was_ready, slot.ready = slot.ready, False
         sent = list(slot.sent)
         slot.sent.clear()
         code = None if child is None else child.exit_code
+        if child is not None and not was_ready:
+            self._note_stillborn(slot, code)
+        late = slot.timed_out
         _log.warning(
-            "reward_process_died", slot=slot.ordinal, exit_code=code, timed_out=slot.timed_out
+            "reward_process_died", slot=slot.ordinal, exit_code=code, timed_out=late is not None
         )
         self._counters["reward_process_deaths"] += 1
-        if sent:
+        # A late job's result may have been on the link when its process was ended: then the job
+        # that stands in front now has nothing to do with it.
+        if sent and (late is None or late is sent[0]):
             front = sent[0]
             front.deaths += 1
-            if slot.timed_out or front.deaths >= MAX_DEATHS:
+            if late is not None or front.deaths >= MAX_DEATHS:
                 sent = sent[1:]
-                self._tell(front, self._failed(front, code, timed_out=slot.timed_out))
+                self._tell(front, self._failed(front, code, timed_out=late is not None))
         self._waiting.extendleft(reversed(sent))
         self._fill()
+
+    def _note_stillborn(self, slot: _Slot, code: int | None) -> None:
+        slot.stillborn += 1
+        if slot.stillborn >= MAX_STILLBORN:
+            self._cannot_import(
+                f"it ended its process {slot.stillborn} times in a row (exit code {code})"
+            )
+
+    def _import_hangs(self, child: ChildProcess) -> None:
+        self._cannot_import(f"it has not ended within {START_S:g} s")
+        child.kill()
+
+    def _cannot_import(self, problem: str) -> None:
+        # Workers import the reward function's module, too; the estimator's is imported here alone.
+        what = f"the modules of reward {self._reward} and estimator {self._estimator}"
+        self._on_broken(import_failure(what, problem))
 
     def _failed(self, job: _Job, code: int | None, *, timed_out: bool) -> RewardResult:
         what, reason = f"reward {self._reward}", ErrorReason.REWARD_RAISED

@@ -293,9 +293,7 @@ class WorkerPool:
         child.kill()
 
     def _cannot_import(self, problem: str) -> None:
-        message = f"importing the workflow's modules: {problem}"
-        failure = Failure(reason=ErrorReason.WORKFLOW_IMPORT_FAILED, message=message)
-        self._listener.worker_ready(failure)
+        self._listener.worker_ready(import_failure("the workflow's modules", problem))
 
     def _read_stack(self, report: Path, samples: list[str]) -> Failure | None:
         """What a worker left whose interpreter was held: its only sample is to blame, if any.
@@ -319,6 +317,12 @@ class WorkerPool:
         return Failure(
             reason=ErrorReason.WORKFLOW_RAISED, message=message, metadata={"sample_id": guilty}
         )
+
+
+def import_failure(what: str, problem: str) -> Failure:
+    """Why no process can be had that has imported what it needs."""
+    message = f"importing {what}: {problem}"
+    return Failure(reason=ErrorReason.WORKFLOW_IMPORT_FAILED, message=message)
 
 
 def _read_report(path: Path) -> Failure | None:
