@@ -10,6 +10,8 @@ from rollout.flow_world import OPEN, FlowWorld, spec
 from rollout.virtual_time import run_virtually
 
 from flexmarl.api.common.v1 import common_pb2
+from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.rollout.dispatcher.rows import open_sample
 
 ENDS = (
     common_pb2.SAMPLE_STATUS_DONE,
@@ -57,6 +59,34 @@ def test_the_time_of_a_sample_counts_from_when_a_worker_took_it() -> None:
             await asyncio.sleep(1.0)  # what is stored of it is read
 
     run_virtually(wait_and_run())
+
+
+async def test_a_run_that_is_closed_reads_nothing_more_of_its_samples():
+    """Its store's connection is closed with it: a read that came to it would end the service."""
+    world = FlowWorld()
+    reading, waiting, left_open = (spec(n) for n in range(3))
+    world.rows = {one.sample_id: open_sample(one) for one in (reading, waiting, left_open)}
+    hosts_are_back, read = asyncio.Event(), []
+
+    async def graph(sample_id: str) -> None:
+        read.append(sample_id)
+        raise DomainError(ErrorReason.CANCELLED, "the connection was closed on this side")
+
+    world.flow._settled = hosts_are_back.wait
+    world.graph = world.find_graph = graph
+    world.flow.start([reading])
+    world.stores()  # it was open before: what is stored of it is read, once hosts are back
+    world.flow.start([waiting])
+    cutting = asyncio.create_task(world.flow.cancel([left_open.sample_id]))
+    await asyncio.sleep(0)
+    world.flow.close()
+    world.stores()
+    hosts_are_back.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not read
+    assert not world.flow._reads
+    cutting.cancel()
 
 
 class Traffic:

@@ -119,6 +119,7 @@ class Run:
         """Ends workers and instances; nothing further is written."""
         self.fleet.close()
         self.desk.close()
+        self.flow.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(self.workers.close(), self.rewards.close())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -111,6 +111,8 @@ class SampleFlow:
         self._ended: dict[str, None] = {}
         self._cut: dict[str, asyncio.Future[None]] = {}
         self._open: Counter[int] = Counter()
+        self._reads: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._loop = asyncio.get_running_loop()
 
     def wire(
@@ -132,6 +134,20 @@ class SampleFlow:
     def open_versions(self) -> Counter[int]:
         """Number of open samples by version."""
         return self._open
+
+    def close(self) -> None:
+        """Reads no more: the store's connection ends with the run, before its workers do."""
+        self._closed = True
+        for task in self._reads:
+            task.cancel()
+
+    def _start_read(self, name: str, reading: Coroutine[None, None, None]) -> None:
+        if self._closed:
+            reading.close()
+            return
+        task = self._background.start(f"read {name}", reading)
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
 
     # The orchestrator's side.
 
@@ -175,7 +191,7 @@ class SampleFlow:
             return None
         sample = self._samples[sample_id] = SampleState(spec, stage=Stage.READING)
         self._open[spec.version] += 1
-        self._background.start(f"read {sample_id}", self._end_left_open(sample))
+        self._start_read(sample_id, self._end_left_open(sample))
         return sample
 
     async def _end_left_open(self, sample: SampleState) -> None:
@@ -237,7 +253,7 @@ class SampleFlow:
                 continue  # it was cut while it waited; its place is given back with its end
             if sample.resumed:
                 sample.stage = Stage.READING
-                self._background.start(f"read {sample_id}", self._read(sample))
+                self._start_read(sample_id, self._read(sample))
             else:
                 self._submit(sample, [])
 
@@ -410,9 +426,7 @@ class SampleFlow:
     def row_found(self, sample: SampleState, vertex_id: str, agent: str) -> None:
         """A call's row was stored before with other content: that is what it is answered with."""
         if sample.slot is not None and sample.end is None:
-            self._background.start(
-                f"read {vertex_id}", self._answer_stored(sample, vertex_id, agent)
-            )
+            self._start_read(vertex_id, self._answer_stored(sample, vertex_id, agent))
 
     async def _answer_stored(self, sample: SampleState, vertex_id: str, agent: str) -> None:
         self.call_answered(sample, await self._stored.answer(vertex_id, agent))
