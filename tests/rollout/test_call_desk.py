@@ -104,6 +104,20 @@ def ask(desk: CallDesk, sample: SampleState, n: int) -> str:
     return vertex_id
 
 
+async def test_nobody_is_told_of_an_instance_that_was_vacated_as_the_run_was_closed(tmp_path):
+    """Who is told gives it another policy, and sends its host a plan with the run's engines."""
+    world = World(tmp_path)
+    told: list[str] = []
+    world.desk.on_vacated(told.append)
+    world.desk.vacate("i0")  # it has nothing to give back
+    await asyncio.sleep(0)
+    assert told == ["i0"]
+    world.desk.vacate("i1")
+    world.desk.close()
+    await asyncio.sleep(0)
+    assert told == ["i0"]
+
+
 async def test_a_call_whose_text_has_rules_is_not_gone_on_with_elsewhere(tmp_path):
     world = World(tmp_path)
     sample = SampleState(SampleSpec(sample_id="b000000a0-g0000-s000a0"))

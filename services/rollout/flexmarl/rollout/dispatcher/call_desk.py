@@ -338,7 +338,7 @@ class CallDesk:
                     self.counters["duplicates"] += 1
                 case Vacated():
                     # Later: it changes plans and instances, which this loop must not meet.
-                    self._loop.call_soon(self._on_vacated, effect.instance_id)
+                    self._loop.call_soon(self._say_vacated, effect.instance_id)
                 case Abort():
                     self._abort(effect, now)
                 case Fail():
@@ -348,6 +348,10 @@ class CallDesk:
                 case _:
                     assert_never(effect)
         return effects
+
+    def _say_vacated(self, instance_id: str) -> None:
+        if not self._closed:  # hosts were sent the run's last plan, and another one must not follow
+            self._on_vacated(instance_id)
 
     def _hold(self, attempt_id: str, taken: _Taken) -> None:
         before = self._held.get(attempt_id)
