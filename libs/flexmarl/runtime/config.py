@@ -16,10 +16,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from flexmarl.core.errors import ErrorReason
+from flexmarl.runtime.config_section import Section
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -40,14 +41,6 @@ class UnknownKeyError(ConfigError):
     """A key that no section has; the message suggests the closest one."""
 
     reason = ErrorReason.UNKNOWN_CONFIG_KEY
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, docstrings under fields are descriptions."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ServerTlsConfig(Section):

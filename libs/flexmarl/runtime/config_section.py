@@ -1,4 +1,4 @@
-"""A table of a run's configuration."""
+"""A table of a configuration, a run's or a service's."""
 
 from __future__ import annotations
 

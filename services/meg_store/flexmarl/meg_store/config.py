@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexmarl.runtime.config import Section, ServiceConfig
+from flexmarl.runtime.config import ServiceConfig
+from flexmarl.runtime.config_section import Section
 
 _GIB = 1 << 30
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flexmarl.runtime.config import Section, ServiceConfig
+from flexmarl.runtime.config import ServiceConfig
+from flexmarl.runtime.config_section import Section
 
 Role = Literal["dispatcher", "engine-host"]
 

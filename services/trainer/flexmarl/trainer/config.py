@@ -12,7 +12,8 @@ from flexmarl.core.ids import check_name
 from flexmarl.core.process_groups import NUMBERS_OF_OTHERS
 from flexmarl.core.state_paths import StatePath, StatePaths
 from flexmarl.core.training_costs import PolicyCosts, TrainingCosts
-from flexmarl.runtime.config import Section, ServiceConfig
+from flexmarl.runtime.config import ServiceConfig
+from flexmarl.runtime.config_section import Section
 
 _NotNegative = Annotated[float, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0)]
