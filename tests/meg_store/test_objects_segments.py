@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import signal
+import sys
 import time
 
 import pytest
@@ -17,6 +20,18 @@ from flexmarl.client.errors import FlexMarlError
 from flexmarl.meg_store.backend import Table
 
 SPECS = [BufferSpec("a", "F32", (3, 5)), BufferSpec("b", "I64", ())]
+
+READER = f"""
+import asyncio, sys
+from flexmarl.client.store import StoreClient
+
+async def read():
+    async with StoreClient.connect(sys.argv[1]) as store, store.get({RUN!r}, "s1"):
+        print("open", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(read())
+"""
 
 
 async def refusal(awaitable) -> str:
@@ -312,6 +327,43 @@ class TestSegments:
         assert await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=50, now=later) == 1
         assert shard.files.pool_bytes == 0
         assert bytes(reader.buffers["b"].data) == bytes(8)
+
+    async def test_leases_of_a_killed_reader_end_without_their_age(self, opened, store):
+        shard = opened[1]
+        async with store.allocate_segment(RUN, "s1", SPECS):
+            pass
+        await shard.wait_checksum("s1")
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", READER, store.address, stdout=asyncio.subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        assert await asyncio.wait_for(reader.stdout.readline(), timeout=50) == b"open\n"
+
+        async def sweep() -> float:
+            later = time.monotonic() + 100
+            await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=3600, now=later)
+            return (await store.get_stats()).numbers["leases"]
+
+        assert await sweep() == 1, "it is at work"
+        reader.send_signal(signal.SIGSTOP)
+        assert await sweep() == 1, "it only stands still"
+        async with store.open_segment(RUN, "s1", holder="another"):
+            reader.kill()
+            await reader.wait()
+            assert await sweep() == 2, "who else reads it keeps it"
+        assert await sweep() == 0
+        assert len(shard.segments) == 0
+        assert shard.files.pool_bytes == 0
+
+    async def test_leases_that_the_store_holds_for_others_have_no_lock(self, opened, store):
+        shard = opened[1]
+        async with store.allocate_segment(RUN, "s1", SPECS):
+            pass
+        await shard.wait_checksum("s1")
+        now = time.monotonic()
+        shard.segments.open(pb.OpenSegmentRequest(run_id=RUN, key="s1"), now=now)
+        await shard.segments.sweep(orphan_ttl_s=-1, lease_max_s=3600, now=now + 100)
+        assert shard.segments.num_leases == 1
 
     async def test_a_jump_of_the_wall_clock_ends_nothing_that_is_about_to_be_named(
         self, opened, store, monkeypatch

@@ -1,11 +1,14 @@
 """State segments on this node: map, fill, read.
 
 A segment is a file that the store made and gave the path of. Readers hold a lease while they map
-it; the store reuses its pages only afterwards, so views must not outlive the reader.
+it; the store reuses its pages only afterwards, so views must not outlive the reader. Beside the
+lease a reader has a shared lock on the file, which the kernel takes from it however it ends: the
+store need not wait for the leases of one that was killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -137,6 +140,12 @@ def _map_whole(view: pb.OpenSegmentResponse, mappings: KeptMappings) -> Kept:
     return kept
 
 
+def _lock(kept: Kept, how: int) -> None:
+    """Never waits: without its lock a lease only ends earlier, and what is mapped stays."""
+    with suppress(OSError):
+        fcntl.flock(kept.handle, how | fcntl.LOCK_NB)
+
+
 class SegmentReader:
     """A sealed segment under a lease; `close`, or the end of `async with`, gives it back.
 
@@ -155,6 +164,7 @@ class SegmentReader:
         self._give_back = give_back
         self._mappings = mappings
         self._kept: Kept | None = _map_whole(view, mappings)
+        _lock(self._kept, fcntl.LOCK_SH)
         self._whole = memoryview(self._kept.map)
         self._buffers = views(self._whole, view.buffers)
 
@@ -188,6 +198,7 @@ class SegmentReader:
         if kept is None:
             return
         _release(self._whole, self._buffers)
+        _lock(kept, fcntl.LOCK_UN)  # the handle may be kept for a segment of another name
         if self._mappings.keep(kept):
             await self._give_back(self.view.lease_id)
         else:

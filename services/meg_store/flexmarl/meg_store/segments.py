@@ -4,11 +4,16 @@ A sealed segment is immutable. It is freed when nothing that training needs name
 (training.py) and no lease holds it. Its pages are used again only if every reader is known to have
 let go: leases live in memory, so files of a former process life are removed instead of reused, and
 readers that still map them keep their pages.
+
+A reader that maps a file locks it, too (flexmarl.client.segments). Where nobody has such a lock any
+more, whoever had the leases is gone, however it went, and they end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +37,12 @@ MAX_SEGMENT_BYTES = 1 << 40
 
 _OWN_LEASE: Final = "store-"
 """How leases begin that the store itself holds for as long as it reads a file."""
+
+_MAPPED_LEASE: Final = "mapped-"
+"""How leases begin whose holders map the file themselves, and lock it."""
+
+_LOCKED_WITHIN_S: Final = 60.0
+"""Longest time from a lease to the lock of who was given it."""
 
 
 class Segments:
@@ -206,8 +217,15 @@ class Segments:
             draft.after_ack.append(lambda: self._background(request.key))
         return pb.SealSegmentResponse(object=view.object)
 
-    def open(self, request: pb.OpenSegmentRequest, *, now: float) -> pb.OpenSegmentResponse:
+    def open(
+        self, request: pb.OpenSegmentRequest, *, now: float, mapped: bool = False
+    ) -> pb.OpenSegmentResponse:
         """Give out a lease on a sealed segment.
+
+        Args:
+            request: Which one.
+            now: Monotonic seconds.
+            mapped: Its holder maps the file itself, and may end without a word.
 
         Raises:
             DomainError: SEGMENT_NOT_FOUND, also when its file is gone (the host was restarted).
@@ -217,7 +235,7 @@ class Segments:
         visible = stored is not None and Segment.decode(stored).sealed
         if not segment.sealed or not visible or not segment.files:
             raise _not_found(request.key)
-        lease = uuid.uuid4().hex
+        lease = f"{_MAPPED_LEASE if mapped else ''}{uuid.uuid4().hex}"
         segment.leases[lease] = segment.used_at = now
         answer = pb.OpenSegmentResponse()
         answer.CopyFrom(segment.view)
@@ -286,6 +304,8 @@ class Segments:
     async def sweep(self, *, orphan_ttl_s: float, lease_max_s: float, now: float) -> int:
         """Free what nobody named within `orphan_ttl_s`; forget leases older than `lease_max_s`.
 
+        Leases of readers that are gone are forgotten at once.
+
         Ages are those that this process has seen, by the monotonic clock: neither a jump of the
         wall clock nor a restart ends a segment that is about to be named.
 
@@ -293,8 +313,9 @@ class Segments:
             Number of segments freed.
         """
         for segment in (*self._segments.values(), *self._doomed.values()):
+            left = _left_leases(segment, now=now)
             for lease, since in list(segment.leases.items()):
-                if since < now - lease_max_s:
+                if since < now - lease_max_s or lease in left:
                     segment.is_ours = False  # its reader may still map it: never reuse the pages
                     self.close(lease)
         orphans = [
@@ -357,6 +378,31 @@ class Segments:
         if segment is None or segment.run_id != run_id:
             raise _not_found(key)
         return segment
+
+
+def _left_leases(segment: Segment, *, now: float) -> list[str]:
+    """Leases on a file that nobody has locked; those are left out that were given just now."""
+    old = [
+        lease
+        for lease, since in segment.leases.items()
+        if lease.startswith(_MAPPED_LEASE) and since < now - _LOCKED_WITHIN_S
+    ]
+    return old if old and _is_unlocked(segment.file) else []
+
+
+def _is_unlocked(file: SegmentFile) -> bool:
+    """Whether no process has a lock on a file; False where that cannot be told."""
+    try:
+        handle = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
 def _not_found(key: str) -> DomainError:

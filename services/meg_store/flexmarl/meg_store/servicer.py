@@ -315,7 +315,7 @@ class Servicer:
 
     async def OpenSegment(self, call: Call, _: Context) -> pb.OpenSegmentResponse:
         """See the contract."""
-        return self.shard.segments.open(call.message, now=time.monotonic())
+        return self.shard.segments.open(call.message, now=time.monotonic(), mapped=True)
 
     async def CloseSegment(self, call: Call, _: Context) -> pb.CloseSegmentResponse:
         """See the contract."""
