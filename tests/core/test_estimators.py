@@ -20,7 +20,7 @@ from flexmarl.core.advantages import (
 from flexmarl.core.estimators.gae import gae, whitened
 from flexmarl.core.estimators.registry import ESTIMATORS
 from flexmarl.core.overlong import OverlongRule
-from flexmarl.core.training_rows import Rewards, Row
+from flexmarl.core.training_rows import MAX_REWARD, Rewards, Row, is_usable
 
 
 def rule(estimator: str, **more: object) -> AdvantageRule:
@@ -273,3 +273,19 @@ def test_gae_refuses_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="before the first action"):
         gae([1, 0], [0, 0], [0, 1], gamma=1, lam=1)
     assert whitened([1.0, 2.0], [0, 0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(rewards=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), min_size=1, max_size=6))
+def test_whatever_reward_is_usable_the_advantages_are_finite(
+    estimator: str, rewards: list[float]
+) -> None:
+    made = [group(rewards, rule(estimator))]
+    for found in (*made, *whiten_batch(made)):
+        assert all(math.isfinite(advantage) for advantage in values(found))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e200, -1.7e308])
+def test_numbers_beyond_are_not_usable(number: float) -> None:
+    assert not is_usable(number)
+    assert is_usable(-MAX_REWARD)

@@ -303,10 +303,11 @@ async def test_oversized_row_is_refused(store, term):
     assert await refusal(outcomes(store, term, large)) == "MESSAGE_TOO_LARGE"
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.7e308])
 @pytest.mark.parametrize("name", ["team", "agents", "metrics"])
-async def test_reward_must_be_finite(store, term, name):
+async def test_reward_must_be_a_number_that_can_be_compared(store, term, name, number):
     await store.write_graph(RUN, term=term, groups=[a_group()])
-    value = math.nan if name == "team" else {"x": math.inf}
+    value = number if name == "team" else {"x": number}
     sample = a_sample(rewards=graph.RewardSet(**{name: value}))
     assert await refusal(store.write_graph(RUN, term=term, samples=[sample])) == "REWARD_INVALID"
 

@@ -545,6 +545,7 @@ async def test_forms_of_rewards(bench, body, expected):
     [
         ("return float('nan')", "REWARD_INVALID", ["team", "nan"]),
         ("return {'echo': float('inf')}", "REWARD_INVALID", ["'echo'", "inf"]),
+        ("return -1.7e308", "REWARD_INVALID", ["team", "-1.7e+308", "at most 1e+30"]),
         ("return None", "REWARD_INVALID", ["NoneType"]),
         ("return 'good'", "REWARD_INVALID", ["str"]),
         ("return {'ecko': 1}", "REWARD_INVALID", ["'ecko'", "echo"]),

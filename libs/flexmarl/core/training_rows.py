@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from flexmarl.core.ids import SampleId
 from flexmarl.core.states import SampleStatus, VoidReason
+
+MAX_REWARD: Final = 1e30
+"""Largest size of a reward: squares and sums of such numbers stay far within a float."""
+
+
+def is_usable(number: float) -> bool:
+    """Whether a number of a reward function can be compared with others; NaN cannot."""
+    return abs(number) <= MAX_REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

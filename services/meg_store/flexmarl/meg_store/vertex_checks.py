@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +15,7 @@ from flexmarl.client.enums import VERTEX_STATUS
 from flexmarl.core import graph_rules
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.ids import GroupId, check_name
+from flexmarl.core.training_rows import MAX_REWARD, is_usable
 from flexmarl.meg_store.columns import check_ready, check_values
 
 _ENDED = frozenset(
@@ -223,9 +223,9 @@ def _check_rewards(sample_id: str, rewards: graph_pb2.RewardSet) -> None:
     ]
     if rewards.HasField("team"):
         values.append((rewards.team,))
-    if not all(math.isfinite(value) for part in values for value in part):
+    if not all(is_usable(value) for part in values for value in part):
         raise DomainError(
             ErrorReason.REWARD_INVALID,
-            f"sample {sample_id!r}: rewards and metrics must be finite",
+            f"sample {sample_id!r}: rewards and metrics must be finite, of at most {MAX_REWARD:g}",
             {"sample": sample_id},
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.training_rows import MAX_REWARD, is_usable
 
 
 def to_advantages(returned: Any, *, count: int, what: str) -> list[float]:  # noqa: ANN401
@@ -29,9 +29,9 @@ def to_advantages(returned: Any, *, count: int, what: str) -> list[float]:  # no
         raise _invalid(what, f"a list with something else than numbers: {error}") from None
     if len(numbers) != count:
         raise _invalid(what, f"{len(numbers)} advantages for {count} rewards")
-    bad = next((number for number in numbers if not math.isfinite(number)), None)
+    bad = next((number for number in numbers if not is_usable(number)), None)
     if bad is not None:
-        raise _invalid(what, f"{bad}, not a finite number")
+        raise _invalid(what, f"{bad}, not a finite number of at most {MAX_REWARD:g}")
     return numbers
 
 

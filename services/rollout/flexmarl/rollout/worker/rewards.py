@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final
 
 from flexmarl.api.meg_store.v1.graph_pb2 import RewardSet
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.training_rows import MAX_REWARD, is_usable
 from flexmarl.rollout.workflow import FinishedSample, Output, Rewards
 
 MAX_REWARD_BYTES: Final = 512 << 10
@@ -66,7 +66,7 @@ class _Checker:
         self._sample = sample
 
     def number(self, value: Any, whose: str) -> float:  # noqa: ANN401
-        """A finite number; whatever floats easily (bool, NumPy and torch scalars) is one."""
+        """A usable number; whatever floats easily (bool, NumPy and torch scalars) is one."""
         scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
         if not isinstance(value, Real) and not scalar:
             raise self.invalid(
@@ -76,8 +76,10 @@ class _Checker:
             number = float(value if isinstance(value, Real) else value.item())
         except (OverflowError, TypeError, ValueError) as error:
             raise self.invalid(f"for {whose} {_short(value)}, not a number: {error}") from None
-        if not math.isfinite(number):
-            raise self.invalid(f"for {whose} {number}, not a finite number")
+        if not is_usable(number):
+            raise self.invalid(
+                f"for {whose} {number}, not a finite number of at most {MAX_REWARD:g}"
+            )
         return number
 
     def agents(self, rewards: Mapping[Any, Any]) -> dict[str, float]:
