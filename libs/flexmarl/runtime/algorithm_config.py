@@ -17,6 +17,8 @@ from flexmarl.runtime.config_section import Section
 LOSS_KINDS: Final = ("ppo_clip", "dual_clip", "gspo", "cispo")
 """Losses of the trainer; beside them any "module:function" of the run's own package."""
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 _DOTTED: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -104,7 +106,7 @@ class OptimizerConfig(Section):
     """AdamW (arXiv 1711.05101), or Lion (arXiv 2302.06675) with one moment instead of two."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate after the warm-up; Lion wants about a tenth of AdamW's."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Decay of the moments; Lion's paper uses 0.9 and 0.99."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to AdamW's denominator."""
@@ -221,7 +223,12 @@ class LoraConfig(Section):
     """Rank of each update."""
     alpha: Annotated[int, Field(ge=1)] = 16
     """Scale: the update is alpha / rank times the product of the two factors."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
     """Linear layers that get one, by the last part of their name."""
 
 
