@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -66,6 +67,14 @@ CASES: list[tuple[str, Callable[[graph_pb2.Vertex], object], ErrorReason]] = [
     ("run", lambda v: setattr(v.meta.version_runs[0], "version", 5), ErrorReason.WEIGHTS_MISMATCH),
     ("more log-probs", lambda v: v.payload.logprobs.append(-1), ErrorReason.INVALID_ARGUMENT),
     ("fewer log-probs", lambda v: v.payload.logprobs.pop(), ErrorReason.INVALID_ARGUMENT),
+    *(
+        (
+            f"log-prob {number}",
+            lambda v, number=number: v.payload.logprobs.__setitem__(1, number),
+            ErrorReason.INVALID_ARGUMENT,
+        )
+        for number in (-math.inf, math.nan)
+    ),
     (
         "short run",
         lambda v: setattr(v.meta.version_runs[0], "num_tokens", 1),

@@ -122,7 +122,11 @@ async def test_an_apply_is_answered_from_its_set_also_by_a_later_binding(run: Ru
     again = (await run.apply("p", 0, [record.micro_batch_id])).state
     assert again.weights == first.weights
     assert again.num_updates == 1
-    await run.suspend("p")
+    with fails(ErrorReason.STATE_TRANSITION_REFUSED, match="lacks never"):
+        await run.apply("p", 0, [record.micro_batch_id, "never"])
+    with fails(ErrorReason.STATE_TRANSITION_REFUSED, match=record.micro_batch_id):
+        await run.apply("p", 0, [])
+    assert (await run.suspend("p")).state == again
 
 
 async def test_an_apply_of_anything_else_than_the_sum_is_refused_by_name(run: Run) -> None:

@@ -151,14 +151,17 @@ class Binding:
             return await self._state.save_sum()
 
     async def apply(self, *, batch: int, micro_batch_ids: Sequence[str]) -> trainer_pb2.StateResult:
-        """Makes set batch + 1 of the sum of `batch`; a set made before is answered.
+        """Makes set batch + 1 of the sum of `batch`; one made before of the same is answered.
 
         Raises:
-            DomainError: VERSION_MISMATCH; STATE_TRANSITION_REFUSED naming missing micro-batches.
+            DomainError: VERSION_MISMATCH; STATE_TRANSITION_REFUSED naming the micro-batches that
+                are missing, or not asked for.
         """
         async with self._turn("apply", batch=batch):
             state = self._trained_state()
-            if state.applied and state.version == batch + 1:
+            made_of = records.applied_ledger(state)
+            if made_of is not None and made_of.batch == batch:
+                records.check_exact(check_apply(made_of, micro_batch_ids), self.claim.key.policy)
                 return trainer_pb2.StateResult(state=state, metrics=state.metrics)
             ledger = records.ledger_for(self._state.ledger, batch=batch, what="the update")
             records.check_exact(check_apply(ledger, micro_batch_ids), self.claim.key.policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,8 @@ def _check_whole(
     wrong = None
     if len(payload.logprobs) != count:
         wrong = f"{len(payload.logprobs)} log-probs for {count} sampled tokens"
+    elif not math.isfinite(sum(payload.logprobs)):
+        wrong = "a log-prob that is not finite"
     elif sum([run.num_tokens for run in meta.version_runs]) != count:
         wrong = f"its version runs do not add up to {count} sampled tokens"
     elif not payload.prompt_tokens:
