@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
+from rollout.dispatcher_harness import user_code_of
 from rollout.team_kit import opened
 from rollout.worker_harness import write_model
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.core.errors import ErrorReason
+from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 from flexmarl.core.row_limits import MAX_VALUE_BYTES
 
 DONE = common_pb2.SAMPLE_STATUS_DONE
@@ -100,3 +105,35 @@ async def test_all_calls_that_are_cut_with_their_sample_fit_its_last_write(make,
         assert {v.meta.num_prompt_tokens for v in cut} == {20_001}
         kept = [v for v in cut if v.payload.prompt_tokens]
         assert 200 < len(kept) < 220  # 4 MiB
+
+
+MANY = """
+def make(n):
+    return "x" * n
+
+async def team(ctx, query):
+    for _ in range(query["tools"]):
+        await ctx.tool("make", n=query["n"])
+    return await ctx.call("plan", text="a")
+
+async def reward(sample):
+    return float(len(sample.tools))
+"""
+
+
+async def test_a_sample_of_which_more_is_stored_than_a_message_holds_is_replayed(make, tmp_path):
+    """Its worker is killed: what is read of it is more than one answer of the store may be."""
+    num_tools = MAX_MESSAGE_BYTES // MAX_VALUE_BYTES + 2
+    async with make(MANY, workflow={"tools": {"make": "team:make"}}) as cluster:
+        await opened(cluster, tmp_path, answer=lambda _: None)
+        host = cluster.hosts[0]
+        query = {"tools": num_tools, "n": MAX_VALUE_BYTES - 2}
+        (sample_id,) = await cluster.admit(0, queries=[query])
+        await cluster.until(lambda _: len(host.requests) == 1)
+        os.kill(await user_code_of(cluster, "worker"), signal.SIGKILL)
+        await cluster.until(lambda s: s.counters["reattached"] == 1)
+        host.finish(host.requests[0], [1, 2])
+        status = await cluster.until_ended()
+        assert not status.HasField("fatal"), status.fatal
+        assert (await cluster.samples())[sample_id].status == DONE
+        assert status.counters["replayed"] == status.counters["tools"] == num_tools

@@ -10,6 +10,7 @@ from rollout.flow_world import OPEN, FlowWorld, spec
 from rollout.virtual_time import run_virtually
 
 from flexmarl.api.common.v1 import common_pb2
+from flexmarl.api.common.v1.common_pb2 import Failure
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher.rows import open_sample
 
@@ -87,6 +88,25 @@ async def test_a_run_that_is_closed_reads_nothing_more_of_its_samples():
     assert not read
     assert not world.flow._reads
     cutting.cancel()
+
+
+async def test_what_cannot_be_read_of_a_sample_ends_the_run_by_name():
+    """It did so by ending the service, which would meet it again."""
+    world = FlowWorld()
+    told: list[Failure] = []
+    world.rows = {spec(0).sample_id: open_sample(spec(0))}
+
+    async def graph(sample_id: str) -> None:
+        raise DomainError(ErrorReason.INTERNAL, "a block is corrupt")
+
+    world.run_failed = told.append
+    world.graph = graph
+    world.flow.start([spec(0)])
+    world.stores()
+    await asyncio.wait(world.flow._reads, timeout=10)
+    (failure,) = told
+    assert failure.reason == ErrorReason.INTERNAL
+    assert spec(0).sample_id in failure.message and "a block is corrupt" in failure.message
 
 
 class Traffic:

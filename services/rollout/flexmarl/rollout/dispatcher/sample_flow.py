@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -36,7 +36,7 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
     WorkerSample,
 )
 from flexmarl.core.admission import Admission
-from flexmarl.core.errors import ErrorReason
+from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.rollout.dispatcher import rows
 from flexmarl.rollout.dispatcher.call_desk import CallDesk
 from flexmarl.rollout.dispatcher.rewards import RewardPool
@@ -141,13 +141,20 @@ class SampleFlow:
         for task in self._reads:
             task.cancel()
 
-    def _start_read(self, name: str, reading: Coroutine[None, None, None]) -> None:
+    def _start_read(self, name: str, read: Callable[[], Awaitable[None]]) -> None:
         if self._closed:
-            reading.close()
             return
-        task = self._background.start(f"read {name}", reading)
+        task = self._background.start(f"read {name}", self._told(name, read))
         self._reads.add(task)
         task.add_done_callback(self._reads.discard)
+
+    async def _told(self, name: str, read: Callable[[], Awaitable[None]]) -> None:
+        """Reads; what cannot be read ends the run by name, and leaves the service as it is."""
+        try:
+            await read()
+        except DomainError as error:
+            message = f"what is stored of {name} cannot be read: {error.message}"
+            self._listener.run_failed(Failure(reason=error.reason, message=message))
 
     # The orchestrator's side.
 
@@ -191,7 +198,7 @@ class SampleFlow:
             return None
         sample = self._samples[sample_id] = SampleState(spec, stage=Stage.READING)
         self._open[spec.version] += 1
-        self._start_read(sample_id, self._end_left_open(sample))
+        self._start_read(sample_id, partial(self._end_left_open, sample))
         return sample
 
     async def _end_left_open(self, sample: SampleState) -> None:
@@ -253,7 +260,7 @@ class SampleFlow:
                 continue  # it was cut while it waited; its place is given back with its end
             if sample.resumed:
                 sample.stage = Stage.READING
-                self._start_read(sample_id, self._read(sample))
+                self._start_read(sample_id, partial(self._read, sample))
             else:
                 self._submit(sample, [])
 
@@ -426,7 +433,7 @@ class SampleFlow:
     def row_found(self, sample: SampleState, vertex_id: str, agent: str) -> None:
         """A call's row was stored before with other content: that is what it is answered with."""
         if sample.slot is not None and sample.end is None:
-            self._start_read(vertex_id, self._answer_stored(sample, vertex_id, agent))
+            self._start_read(vertex_id, partial(self._answer_stored, sample, vertex_id, agent))
 
     async def _answer_stored(self, sample: SampleState, vertex_id: str, agent: str) -> None:
         self.call_answered(sample, await self._stored.answer(vertex_id, agent))

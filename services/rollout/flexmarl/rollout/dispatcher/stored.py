@@ -7,15 +7,25 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from flexmarl.api.common.v1.common_pb2 import Failure, VertexRef
-from flexmarl.api.meg_store.v1.meg_store_pb2 import VERTEX_VIEW_FULL, GetSampleGraphResponse
+from flexmarl.api.meg_store.v1.graph_pb2 import VertexPayload
+from flexmarl.api.meg_store.v1.meg_store_pb2 import (
+    VERTEX_VIEW_FULL,
+    VERTEX_VIEW_META,
+    GetSampleGraphResponse,
+    VertexFilter,
+    VertexView,
+)
 from flexmarl.api.rollout.v1.worker_pb2 import CallAnswer
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorFamily, ErrorReason
 
 MAX_READS: Final = 16
 RETRY_S: Final = 1.0
-_ABSENT: Final = frozenset((ErrorReason.NOT_FOUND, ErrorReason.VERTEX_NOT_FOUND))
-"""What was asked for is not there: no trouble of the store's, whoever asked decides."""
+_ANSWERS: Final = frozenset(
+    (ErrorReason.NOT_FOUND, ErrorReason.VERTEX_NOT_FOUND, ErrorReason.MESSAGE_TOO_LARGE)
+)
+"""What was asked for is not there, or too much at once: no trouble of the store's, whoever asked
+decides."""
 
 T = TypeVar("T")
 
@@ -44,14 +54,44 @@ class StoredRows:
             DomainError: NOT_FOUND; no such sample is stored.
         """
         async with self._reads:
-            return await self._patiently(
-                lambda: self._store.get_sample_graph(self._run_id, sample_id, view=VERTEX_VIEW_FULL)
+            try:
+                return await self._graph(sample_id, VERTEX_VIEW_FULL)
+            except DomainError as error:
+                if error.reason is not ErrorReason.MESSAGE_TOO_LARGE:
+                    raise
+            # Nearly always all of it fits one message, and one call is enough.
+            graph = await self._graph(sample_id, VERTEX_VIEW_META)
+            payloads = await self._patiently(lambda: self._payloads(sample_id))
+            for vertex in graph.vertices:
+                if (payload := payloads.get(vertex.meta.vertex_id)) is not None:
+                    vertex.payload.CopyFrom(payload)
+            return graph
+
+    async def _graph(self, sample_id: str, view: VertexView.ValueType) -> GetSampleGraphResponse:
+        return await self._patiently(
+            lambda: self._store.get_sample_graph(self._run_id, sample_id, view=view)
+        )
+
+    async def _payloads(self, sample_id: str) -> dict[str, VertexPayload]:
+        """What a repeated run is answered with, page by page, by vertex id.
+
+        Prompts and log-probs are left out: a worker has no use for them, and its link a limit, too.
+        """
+        chosen = VertexFilter(sample_id=sample_id)
+        return {
+            vertex.meta.vertex_id: VertexPayload(
+                response_tokens=vertex.payload.response_tokens, output=vertex.payload.output
             )
+            async for vertex in self._store.list_vertices(
+                self._run_id, chosen, view=VERTEX_VIEW_FULL
+            )
+        }
 
     async def find_graph(self, sample_id: str) -> GetSampleGraphResponse | None:
-        """The same, of a sample that may never have begun; None then."""
+        """A sample that may never have begun; None then. Without payloads; waits as `graph`."""
         try:
-            return await self.graph(sample_id)
+            async with self._reads:
+                return await self._graph(sample_id, VERTEX_VIEW_META)
         except DomainError as error:
             if error.reason is not ErrorReason.NOT_FOUND:
                 raise
@@ -88,7 +128,7 @@ class StoredRows:
             try:
                 return await read()
             except DomainError as error:
-                if error.reason in _ABSENT:
+                if error.reason in _ANSWERS:
                     raise
                 self._on_trouble(error)
                 if error.reason.family is not ErrorFamily.UNAVAILABLE:
