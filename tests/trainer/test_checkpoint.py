@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import sys
@@ -105,6 +106,42 @@ async def test_a_crash_in_the_middle_keeps_what_was_there(
         await write(9)
     await write(1)
     assert list(checkpoints_in(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize("changed", ["weights", "created_unix_ns"])
+async def test_a_number_that_comes_again_is_another_checkpoint(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path, changed: str
+) -> None:
+    """After a return to an older version, and in a run under the id of a deleted one."""
+    run = await trained(cluster, tiny_model)
+    folder = tmp_path / "checkpoints"
+
+    async def write(version: int) -> Path:
+        return await write_checkpoint(
+            cluster.store,
+            run.run_id,
+            version,
+            policies=["p"],
+            folder=folder,
+            cache_dir=tmp_path / "cache",
+            rule=CheckpointRule(every=1, keep=1),
+        )
+
+    whole = contents(await write(1))
+    stale = json.loads(whole[checkpoints.DESCRIPTION])
+    stale[changed] = {"p": "sha256:other"} if changed == "weights" else 1
+    beyond = folder / "v0000002"
+    shutil.copytree(folder / "v0000001", beyond)
+    for place in (folder / "v0000001", beyond):
+        (place / checkpoints.DESCRIPTION).write_text(json.dumps(stale))
+
+    assert contents(await write(1)) == whole
+    assert list(checkpoints_in(folder)) == [1]
+    aside = [name for name in left(folder) if name != "v0000001"]
+    if changed == "weights":
+        assert aside == []
+    else:
+        assert [name.rpartition("-")[0] for name in aside] == ["v0000001-of-1", "v0000002-of-1"]
 
 
 KILLED = """

@@ -22,6 +22,13 @@ class CheckpointRule:
         """Returns whether a version that was committed is written."""
         return version > 0 and (version % self.every == 0 or version == last)
 
-    def surplus(self, versions: Iterable[int]) -> list[int]:
-        """Returns the versions to delete of all complete ones, whoever wrote them, oldest first."""
-        return sorted(versions)[: -self.keep]
+    def surplus(self, versions: Iterable[int], *, newest: int) -> list[int]:
+        """Returns the versions to delete of all complete ones, whoever wrote them, oldest first.
+
+        Args:
+            versions: The complete ones.
+            newest: The run's newest; those beyond it were given up by a return to an older version.
+        """
+        found = sorted(versions)
+        kept = [version for version in found if version <= newest][-self.keep :]
+        return [version for version in found if version not in kept]

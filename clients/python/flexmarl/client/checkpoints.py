@@ -6,6 +6,11 @@
 A checkpoint is made beside its place and appears by one rename, with all of it on disk; older ones
 are deleted afterwards only. So a crash at any moment leaves those before whole, and what it cut is
 told by its name and swept by the next one.
+
+A version's number may come again: in a run that returned to an older version, and in one under the
+id of a run that was deleted. So a checkpoint says whose it is and of which weights. Those that a
+return gave up are deleted like old ones; those of another run are set aside under another name, and
+neither count nor are deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import os
 import shutil
 import uuid
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flexmarl.client.policies import export_policy
 from flexmarl.client.store import StoreClient
@@ -49,7 +54,7 @@ async def write_checkpoint(
         rule: How many are kept, those of earlier starts included.
 
     Returns:
-        The checkpoint; one that is there already is left as it is.
+        The checkpoint; one of the same weights that is there already is left as it is.
 
     Raises:
         DomainError: NOT_FOUND when the weights are not kept any more; MODEL_INVALID.
@@ -58,19 +63,30 @@ async def write_checkpoint(
     """
     for policy in policies:
         check_name(policy, what="policy")
+    run = await store.get_run(run_id)
+    manifest = await store.get_manifest(run_id, version=version)
+    entries = {} if manifest is None else manifest.policies
+    description = {
+        "run": run_id,
+        "created_unix_ns": run.created_unix_ns,
+        "version": version,
+        "policies": policies,
+        "weights": {name: entries[name].weights_hash for name in policies if name in entries},
+    }
     place = folder / f"v{version:07d}"
     await asyncio.to_thread(_sweep, folder)
-    if not place.exists():
+    await asyncio.to_thread(_set_aside, folder, run.created_unix_ns)
+    if _read(place) != description:
         made = folder / f"{_UNFINISHED}{place.name}-{uuid.uuid4().hex}"
         try:
             for policy in policies:
                 await export_policy(
                     store, run_id, policy, out=made / policy, cache_dir=cache_dir, version=version
                 )
-            await asyncio.to_thread(_publish, made, place, run_id, version, policies)
+            await asyncio.to_thread(_publish, made, place, description)
         finally:
             await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
-    await asyncio.to_thread(_retire, folder, rule)
+    await asyncio.to_thread(_retire, folder, rule, version)
     return place
 
 
@@ -84,23 +100,46 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _publish(made: Path, place: Path, run_id: str, version: int, policies: list[str]) -> None:
-    text = json.dumps({"run": run_id, "version": version, "policies": policies}, indent=2)
+def _read(place: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; nothing where there is none."""
+    try:
+        found = json.loads((place / DESCRIPTION).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _set_aside(folder: Path, created_unix_ns: int) -> None:
+    """Renames what an earlier run under the same id has written."""
+    for place in checkpoints_in(folder).values():
+        created = _read(place).get("created_unix_ns", created_unix_ns)
+        if created != created_unix_ns:
+            place.rename(folder / f"{place.name}-of-{created}-{uuid.uuid4().hex[:8]}")
+
+
+def _publish(made: Path, place: Path, description: dict[str, Any]) -> None:
+    text = json.dumps(description, indent=2)
     (made / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
     for path in made.rglob("*"):
         _to_disk(path)
     _to_disk(made)
+    if os.path.lexists(place):
+        _delete(place)
     made.rename(place)
     _to_disk(place.parent)
 
 
-def _retire(folder: Path, rule: CheckpointRule) -> None:
+def _retire(folder: Path, rule: CheckpointRule, newest: int) -> None:
     there = checkpoints_in(folder)
-    for version in rule.surplus(there):
-        # Renamed first: a checkpoint that lost half of its files must not be taken for one.
-        dying = folder / f"{_UNFINISHED}{there[version].name}-{uuid.uuid4().hex}"
-        there[version].rename(dying)
-        shutil.rmtree(dying, ignore_errors=True)
+    for version in rule.surplus(there, newest=newest):
+        _delete(there[version])
+
+
+def _delete(place: Path) -> None:
+    # Renamed first: a checkpoint that lost half of its files must not be taken for one.
+    dying = place.with_name(f"{_UNFINISHED}{place.name}-{uuid.uuid4().hex}")
+    place.rename(dying)
+    shutil.rmtree(dying, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
