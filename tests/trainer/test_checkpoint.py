@@ -15,8 +15,15 @@ from trainer.service_harness import Cluster, Run
 
 from flexmarl.client import checkpoints
 from flexmarl.client.checkpoints import checkpoints_in, write_checkpoint
+from flexmarl.client.run_store import RunStore
 from flexmarl.core.checkpoints import CheckpointRule
 from flexmarl.core.errors import DomainError
+from flexmarl.orchestrator.checkpoints import Checkpoints
+from flexmarl.orchestrator.context import RunContext
+from flexmarl.orchestrator.totals import Totals
+from flexmarl.runtime.aio import Background
+from flexmarl.runtime.dataset import Queries
+from flexmarl.runtime.run_config import CheckpointConfig, RunConfig
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -142,6 +149,48 @@ async def test_a_number_that_comes_again_is_another_checkpoint(
         assert aside == []
     else:
         assert [name.rpartition("-")[0] for name in aside] == ["v0000001-of-1", "v0000002-of-1"]
+
+
+@pytest.mark.parametrize("written", [False, True])
+async def test_a_version_whose_checkpoint_a_kill_cut_is_written_at_the_next_start(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path, written: bool
+) -> None:
+    run = await trained(cluster, tiny_model)
+    stored = await cluster.store.get_run(run.run_id)
+    config = RunConfig.model_validate_json(stored.config_json).model_copy(
+        update={"checkpoints": CheckpointConfig(every=1, keep=1, folder=tmp_path / "checkpoints")}
+    )
+    failures: list[BaseException] = []
+    async with (
+        RunStore.over(run.shards) as store,
+        Background(lambda _, error: failures.append(error)) as background,
+    ):
+        context = RunContext(
+            run_id=run.run_id,
+            term=run.term,
+            config=config,
+            store=store,
+            home=run.shards[0],
+            queries=Queries(),
+            totals=Totals(),
+        )
+
+        async def start() -> dict[str, bytes]:
+            writer = Checkpoints(context, background, cache_dir=tmp_path / "cache")
+            writer.resume(1)
+            await writer.finish()
+            return contents(tmp_path / "checkpoints" / run.run_id / "v0000001")
+
+        whole = await start()
+        folder = tmp_path / "checkpoints" / run.run_id
+        if not written:
+            shutil.rmtree(folder / "v0000001")
+            (folder / ".unfinished-v0000001-x").mkdir()
+        changed = folder.stat().st_mtime_ns
+        assert await start() == whole
+        assert left(folder) == ["v0000001"]
+        assert (folder.stat().st_mtime_ns == changed) == written
+    assert not failures
 
 
 KILLED = """

@@ -43,15 +43,24 @@ class Checkpoints:
         self._next: int | None = None
         self._writing: asyncio.Task[None] | None = None
 
+    def resume(self, version: int) -> None:
+        """Begin what the newest version makes due; a start before may have been cut in it."""
+        self._begin([version])
+
     def observe(self, events: Iterable[Event]) -> None:
         """Begin what a commit makes due."""
+        self._begin(
+            event.effect.version
+            for event in events
+            if isinstance(event, EffectDone) and isinstance(event.effect, Commit)
+        )
+
+    def _begin(self, versions: Iterable[int]) -> None:
         if not self._config.every:
             return
-        for event in events:
-            if isinstance(event, EffectDone) and isinstance(event.effect, Commit):
-                version = event.effect.version
-                if self._rule.is_due(version, last=self._context.config.versions):
-                    self._next = version
+        for version in versions:
+            if self._rule.is_due(version, last=self._context.config.versions):
+                self._next = version
         if self._next is not None and (self._writing is None or self._writing.done()):
             self._writing = self._background.start("checkpoint", self._write())
 

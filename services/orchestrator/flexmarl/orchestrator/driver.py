@@ -161,6 +161,8 @@ class Driver:
         """
         self._background.start("store events", watch_store(self._context, self._inbox))
         self._background.start("term", self._confirm_term())
+        if (manifest := self._context.manifest) is not None:
+            self._checkpoints.resume(manifest.version)
         try:
             self._begin(self.core.handle((), now=time.monotonic()))
             while self.core.ended is None:
