@@ -8,6 +8,7 @@ import pytest
 
 from flexmarl.api.rollout.v1 import engine_pb2 as eng
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 from flexmarl.rollout.dispatcher.hosts import Hosts
 
 ATTEMPTS = [f"v{n}#1" for n in range(300)]
@@ -117,3 +118,30 @@ async def test_a_hello_that_makes_no_sense_is_refused(hello):
             pass
     assert refused.value.reason is ErrorReason.INVALID_ARGUMENT
     assert hosts.sessions == []
+
+
+async def test_requests_that_are_more_than_a_message_holds_reach_their_host():
+    """All that waits is sent when an instance begins to serve; each time the stream broke."""
+    hosts = Hosts(grace_s=60.0)
+    ends = asyncio.Event()
+
+    async def requests():
+        yield eng.ConnectEngineHostRequest(hello=eng.HostHello(host_id="h0"))
+        await ends.wait()
+
+    prompt = [1 << 20] * 2_000_000
+    stream = hosts.serve(requests())
+    await anext(stream)  # its answer to the hello
+    session = hosts.session("h0")
+    for n in range(9):
+        session.outgoing.add().requests.add(attempt_id=f"v{n}#1", prompt_tokens=prompt)
+    got = []
+    while len(got) < 9:
+        message = await anext(stream)
+        assert message.ByteSize() < MAX_MESSAGE_BYTES
+        got += [request.attempt_id for request in message.requests]
+    assert got == [f"v{n}#1" for n in range(9)]
+    ends.set()
+    assert await anext(stream, None) is None
+    for timer in hosts._away.values():
+        timer.cancel()

@@ -1,16 +1,25 @@
-"""Messages on the links between dispatcher and user code: one frame, or several when too large.
+"""Messages on the dispatcher's links, to user code and engine hosts: in several when too large.
 
 What one link coalesces in a turn of the loop has no bound of its own: a thousand samples may end in
-the same turn, or be replayed in it, each with all of its texts.
+the same turn, or be replayed in it, each with all of its texts; and an instance that begins to
+serve is sent all that waits for it, each with a prompt of its model's whole context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
 
 from google.protobuf.message import EncodeError, Message
 
 from flexmarl.runtime.frames import MAX_FRAME_BYTES
+
+MessageT = TypeVar("MessageT", bound=Message)
+ItemT = TypeVar("ItemT", bound=Message)
+
+PART_BYTES: Final = 16 << 20
+"""Where a message of a stream is parted: its largest item may come on top, and still it is far
+below what gRPC takes."""
 
 
 def frames_of(message: Message, *, limit_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
@@ -35,3 +44,56 @@ def frames_of(message: Message, *, limit_bytes: int = MAX_FRAME_BYTES) -> Iterat
             else:
                 own.CopyFrom(item)
             yield part.SerializeToString()
+
+
+def parts_of(
+    message: MessageT, *, large: str, first: str, limit_bytes: int = PART_BYTES
+) -> Iterator[MessageT]:
+    """The message as it is; where it is too large, its items `large` in messages of their own.
+
+    Args:
+        message: Of a stream.
+        large: Its field of many and large items. Fields before it by number come before them, the
+            others after them.
+        first: A field of its that comes before all others.
+        limit_bytes: Size from which on it is parted; a single larger item goes alone.
+    """
+    if len(getattr(message, large)) <= 1 or message.ByteSize() <= limit_bytes:
+        yield message
+        return
+    number = message.DESCRIPTOR.fields_by_name[large].number
+    before, after = type(message)(), type(message)()
+    for field, value in message.ListFields():
+        if field.name != large:
+            end = before if field.name == first or field.number < number else after
+            if hasattr(value, "extend"):
+                getattr(end, field.name).extend(value)
+            else:
+                getattr(end, field.name).CopyFrom(value)
+    if before.ListFields():
+        yield before
+    for items in _batches(getattr(message, large), limit_bytes):
+        part = type(message)()
+        getattr(part, large).extend(items)
+        yield part
+    if after.ListFields():
+        yield after
+
+
+def first_of(items: Iterable[ItemT], *, limit_bytes: int = PART_BYTES) -> list[ItemT]:
+    """As many of the first items as fit a message together; one at least, where there is one."""
+    return next(_batches(items, limit_bytes), [])
+
+
+def _batches(items: Iterable[ItemT], limit_bytes: int) -> Iterator[list[ItemT]]:
+    batch: list[ItemT] = []
+    size_bytes = 0
+    for item in items:
+        item_bytes = item.ByteSize()
+        if batch and size_bytes + item_bytes > limit_bytes:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(item)
+        size_bytes += item_bytes
+    if batch:
+        yield batch

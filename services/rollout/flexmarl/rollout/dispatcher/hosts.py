@@ -25,6 +25,7 @@ from flexmarl.core.placement import HostRoom
 from flexmarl.rollout.dispatcher.checks import check_hello
 from flexmarl.rollout.dispatcher.host_names import HostNames
 from flexmarl.rollout.dispatcher.outgoing import Outgoing
+from flexmarl.rollout.pieces import parts_of
 from flexmarl.runtime.logging import get_logger
 
 SETTLE_S: Final = 2.0
@@ -178,7 +179,8 @@ class Hosts:
             reader = asyncio.create_task(self._read(session, first, requests), name="host reader")
             try:
                 while (message := await session.outgoing.take()) is not None:
-                    yield message
+                    for part in parts_of(message, large="requests", first="stored"):
+                        yield part
             finally:
                 reader.cancel()
         finally:

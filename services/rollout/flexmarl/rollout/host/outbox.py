@@ -1,6 +1,8 @@
 """What goes to the dispatcher next: results in order, and the newest status of each instance.
 
-Bounded by what fills it: results by the attempt book, statuses by the number of instances.
+Bounded by what fills it: results by the attempt book, statuses by the number of instances. What is
+taken at once is bounded in bytes, too: all results that a dispatcher missed while it was away may
+be more than a message holds.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from flexmarl.api.rollout.v1.engine_pb2 import (
     GenerateResult,
     InstanceStatus,
 )
+from flexmarl.rollout.pieces import first_of
 
 _MAX_RESULTS = 1024
 
@@ -45,7 +48,7 @@ class Outbox:
     async def take(self) -> ConnectEngineHostRequest:
         """Wait for something to send (freed by the setters) and take it."""
         await self._filled.wait()
-        results = list(islice(self._results, _MAX_RESULTS))
+        results = first_of(islice(self._results, _MAX_RESULTS))
         del self._results[: len(results)]
         message = ConnectEngineHostRequest(instances=self._statuses.values(), results=results)
         self._statuses.clear()
