@@ -21,6 +21,20 @@ from flexmarl.meg_store.backend import Table
 
 SPECS = [BufferSpec("a", "F32", (3, 5)), BufferSpec("b", "I64", ())]
 
+WRITER = f"""
+import asyncio, sys
+from flexmarl.client.buffers import BufferSpec
+from flexmarl.client.store import StoreClient
+
+async def write():
+    async with StoreClient.connect(sys.argv[1]) as store:
+        writer = await store.allocate_segment({RUN!r}, "s1", [BufferSpec("b", "I64", ())])
+        print("open", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(write())
+"""
+
 READER = f"""
 import asyncio, sys
 from flexmarl.client.store import StoreClient
@@ -354,6 +368,44 @@ class TestSegments:
         assert await sweep() == 0
         assert len(shard.segments) == 0
         assert shard.files.pool_bytes == 0
+
+    async def test_what_a_killed_process_was_to_fill_goes_without_its_age(self, opened, store):
+        shard = opened[1]
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITER, store.address, stdout=asyncio.subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        assert await asyncio.wait_for(writer.stdout.readline(), timeout=50) == b"open\n"
+
+        async def sweep() -> int:
+            later = time.monotonic() + 100
+            return await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=3600, now=later)
+
+        assert await sweep() == 0, "it is at work"
+        writer.send_signal(signal.SIGSTOP)
+        assert await sweep() == 0, "it only stands still"
+        writer.kill()
+        await writer.wait()
+        assert await sweep() == 1
+        numbers = (await store.get_stats()).numbers
+        assert numbers["memory_tier_bytes"] == 0
+        assert shard.files.pool_bytes == 0, "who was killed may have had others write, too"
+
+    async def test_what_was_given_up_goes_and_what_is_sealed_late_stays(self, opened, store):
+        shard = opened[1]
+        given_up = await store.allocate_segment(RUN, "s1", SPECS)
+        late = await store.allocate_segment(RUN, "s2", SPECS)
+        given_up.abandon()
+        now = time.monotonic()
+        await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=3600, now=now)
+        assert len(shard.segments) == 2, "its lock may still be to come"
+        await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=3600, now=now + 100)
+        assert [segment.key for segment in shard.segments.of_run(RUN)] == ["s2"]
+        late.buffers["b"].data[:] = b"late but"
+        await late.seal()
+        await shard.segments.sweep(orphan_ttl_s=3600, lease_max_s=3600, now=now + 100)
+        async with store.open_segment(RUN, "s2", holder="x") as reader:
+            assert bytes(reader.buffers["b"].data) == b"late but"
 
     async def test_leases_that_the_store_holds_for_others_have_no_lock(self, opened, store):
         shard = opened[1]

@@ -2,8 +2,8 @@
 
 A segment is a file that the store made and gave the path of. Readers hold a lease while they map
 it; the store reuses its pages only afterwards, so views must not outlive the reader. Beside the
-lease a reader has a shared lock on the file, which the kernel takes from it however it ends: the
-store need not wait for the leases of one that was killed.
+lease a reader has a shared lock on the file, and so has who fills one until it is sealed. The
+kernel takes it from them however they end: the store need not wait long for one that was killed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import (
     Awaitable,
     Callable,
@@ -216,6 +217,17 @@ class SegmentReader:
         await self.close()
 
 
+def _locked_for(owner: object, path: str) -> Callable[[], object]:
+    """Locks a file until what is returned is called, or the owner is gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return lambda: None  # whoever fills the file will say so
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return weakref.finalize(owner, os.close, handle)
+
+
 class SegmentWriter:
     """An allocated segment that this process, or one of its node, fills; then `seal` it once.
 
@@ -238,6 +250,7 @@ class SegmentWriter:
         self._seal = seal
         self._then: Callable[[], Awaitable[common_pb2.ObjectRef]] | None = None
         self._mappings = mappings
+        self._unlock = _locked_for(self, allocated.path)
         self._kept: Kept | None = None
         self._has_ended = False
         self._whole = memoryview(b"")
@@ -272,8 +285,11 @@ class SegmentWriter:
         Raises:
             FlexMarlError: SEGMENT_NOT_FOUND when another process took the key over.
         """
-        self.abandon()
-        self.object = await self._seal(self.layout, checksum, attributes)
+        self._unmap()
+        try:
+            self.object = await self._seal(self.layout, checksum, attributes)
+        finally:
+            self._unlock()
         if self._then is not None:
             self.object = await self._then()
         return self.object
@@ -284,6 +300,10 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Give the views up without publishing."""
+        self._unmap()
+        self._unlock()
+
+    def _unmap(self) -> None:
         self._has_ended = True
         kept, self._kept = self._kept, None
         if kept is None:

@@ -37,6 +37,8 @@ class Segment:
     """Something that training saved named it once; otherwise only its age ends it."""
     is_ours: bool = True
     """Made by this process: all its leases are known here."""
+    is_mapped: bool = False
+    """Until it is sealed, whoever fills it has its file locked."""
     doomed: bool = False
     """Its record is gone; the file goes with the last lease."""
     copy: SegmentFile | None = None

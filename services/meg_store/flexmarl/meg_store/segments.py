@@ -5,8 +5,9 @@ A sealed segment is immutable. It is freed when nothing that training needs name
 let go: leases live in memory, so files of a former process life are removed instead of reused, and
 readers that still map them keep their pages.
 
-A reader that maps a file locks it, too (flexmarl.client.segments). Where nobody has such a lock any
-more, whoever had the leases is gone, however it went, and they end.
+Who maps a file, to read or to fill it, locks it, too (flexmarl.client.segments). Where nobody has
+such a lock any more, whoever had it is gone or has given up, and so the leases end, and what was
+never sealed goes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAPPED_LEASE: Final = "mapped-"
 """How leases begin whose holders map the file themselves, and lock it."""
 
 _LOCKED_WITHIN_S: Final = 60.0
-"""Longest time from a lease to the lock of who was given it."""
+"""Longest time from a lease, or an allocation, to the lock of who asked for it."""
 
 
 class Segments:
@@ -147,9 +148,20 @@ class Segments:
         self._check_free(request)
 
     def allocate(
-        self, draft: Draft, request: pb.AllocateSegmentRequest, file: SegmentFile
+        self,
+        draft: Draft,
+        request: pb.AllocateSegmentRequest,
+        file: SegmentFile,
+        *,
+        mapped: bool = False,
     ) -> pb.AllocateSegmentResponse:
         """Record an unsealed segment over a file; an unsealed one of the same key is replaced.
+
+        Args:
+            draft: Written with it.
+            request: Which one.
+            file: The file.
+            mapped: Who asked fills the file itself, and may end without a word.
 
         Raises:
             DomainError: CONTENT_MISMATCH when the key was sealed meanwhile.
@@ -162,7 +174,7 @@ class Segments:
                 shard=self._shard, key=request.key, size_bytes=request.size_bytes
             ),
         )
-        segment = Segment(request.run_id, file, False, time.time_ns(), view)
+        segment = Segment(request.run_id, file, False, time.time_ns(), view, is_mapped=mapped)
         replaced = self._segments.get(request.key)
         draft.put(Table.META, keys.join("segment", request.key), segment.encode())
 
@@ -304,7 +316,7 @@ class Segments:
     async def sweep(self, *, orphan_ttl_s: float, lease_max_s: float, now: float) -> int:
         """Free what nobody named within `orphan_ttl_s`; forget leases older than `lease_max_s`.
 
-        Leases of readers that are gone are forgotten at once.
+        Leases of readers that are gone, and what was to be filled by who is, end at once.
 
         Ages are those that this process has seen, by the monotonic clock: neither a jump of the
         wall clock nor a restart ends a segment that is about to be named.
@@ -321,7 +333,9 @@ class Segments:
         orphans = [
             s
             for s in self._segments.values()
-            if not s.referenced and not s.leases and s.known_since <= now - orphan_ttl_s
+            if not s.referenced
+            and not s.leases
+            and (s.known_since <= now - orphan_ttl_s or _is_given_up(s, now=now))
         ]
         draft = self._database.begin(essential=True)
         for segment in orphans:
@@ -388,6 +402,12 @@ def _left_leases(segment: Segment, *, now: float) -> list[str]:
         if lease.startswith(_MAPPED_LEASE) and since < now - _LOCKED_WITHIN_S
     ]
     return old if old and _is_unlocked(segment.file) else []
+
+
+def _is_given_up(segment: Segment, *, now: float) -> bool:
+    """Whether nobody fills a segment any more that was never sealed."""
+    waits = not segment.sealed and segment.is_mapped
+    return waits and segment.known_since < now - _LOCKED_WITHIN_S and _is_unlocked(segment.file)
 
 
 def _is_unlocked(file: SegmentFile) -> bool:

@@ -294,7 +294,7 @@ class Servicer:
 
         def build(draft: Draft, request: pb.AllocateSegmentRequest) -> pb.AllocateSegmentResponse:
             nonlocal recorded
-            response = segments.allocate(draft, request, file)
+            response = segments.allocate(draft, request, file, mapped=True)
             recorded = True
             return response
 
