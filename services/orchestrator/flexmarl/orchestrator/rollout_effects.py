@@ -22,10 +22,12 @@ from flexmarl.core.run_events import AdvantagesMade
 from flexmarl.core.seeds import evaluation_seed, sample_seed
 from flexmarl.orchestrator.calls import fenced, waiting
 from flexmarl.orchestrator.context import RunContext
-from flexmarl.orchestrator.convert import chunks, policy_manifest
+from flexmarl.orchestrator.convert import parts, policy_manifest
 
 MAX_SPECS: Final = 512
-"""Samples per StartSamples call; each carries its query."""
+"""Samples per StartSamples call."""
+MAX_SPEC_BYTES: Final = 16 << 20
+"""Where such a call is parted, too: each sample carries its query, which may be a MiB."""
 
 
 class RolloutLostError(Exception):
@@ -56,8 +58,8 @@ class RolloutEffects:
 
     async def start_samples(self, effect: StartSamples) -> None:
         """Hand samples over; those that it knows already it leaves alone."""
-        for samples in chunks(effect.samples, MAX_SPECS):
-            specs = [self._spec(sample_id) for sample_id in samples]
+        specs_of_all = map(self._spec, effect.samples)
+        for specs in parts(specs_of_all, max_items=MAX_SPECS, max_bytes=MAX_SPEC_BYTES):
             with waiting(effect.waits), fenced(), _known_run():
                 await self._client.start_samples(
                     self._context.run_id, specs, term=self._context.term
