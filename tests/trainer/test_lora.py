@@ -111,9 +111,12 @@ async def test_bfloat16_bases_train_float32_adapters(ranks: Ranks, tiny_model: P
     assert (await policy.add(make_rows(8)))[0].finite
 
 
-async def test_a_target_that_is_not_there_is_named(ranks: Ranks, tiny_model: Path) -> None:
-    config = policy_config(tiny_model, lora={"targets": ["c_attn"]})
-    with pytest.raises(DomainError, match=r"no linear layer 'c_attn'; it has: .*q_proj") as caught:
+@pytest.mark.parametrize("target", ["c_attn", "lm_head"])
+async def test_a_target_that_is_not_there_is_named(
+    ranks: Ranks, tiny_model: Path, target: str
+) -> None:
+    config = policy_config(tiny_model, lora={"targets": ["q_proj", target]})
+    with pytest.raises(DomainError, match=f"no linear layer '{target}' .*: .*q_proj") as caught:
         await Policy(ranks, config, tiny_model, [0]).bind()
     assert caught.value.reason is ErrorReason.MODEL_INVALID
 

@@ -229,7 +229,7 @@ class LoraConfig(Section):
         "v_proj",
         "o_proj",
     )
-    """Linear layers that get one, by the last part of their name."""
+    """Linear layers that get one, by the last part of their name; the output head cannot."""
 
 
 def _at(value: float | ScheduleConfig, num_updates: int) -> float:

@@ -123,15 +123,19 @@ def first_adapter(
 
 
 def _check_targets(lm: Any, config: LoraConfig) -> None:  # noqa: ANN401 - untyped library
+    # Scores read the head's weight themselves, so an adapter of it would never be trained.
+    head = lm.get_output_embeddings()
     linear = {
-        name.rpartition(".")[2] for name, module in lm.named_modules() if type(module) is nn.Linear
+        name.rpartition(".")[2]
+        for name, module in lm.named_modules()
+        if type(module) is nn.Linear and module is not head
     }
     unknown = sorted(set(config.targets) - linear)
     if unknown:
         raise DomainError(
             ErrorReason.MODEL_INVALID,
-            f"lora.targets: {type(lm).__name__} has no linear layer {unknown[0]!r}; it has: "
-            f"{', '.join(sorted(linear))}",
+            f"lora.targets: {type(lm).__name__} has no linear layer {unknown[0]!r} below its output "
+            f"head; it has: {', '.join(sorted(linear))}",
             {"target": unknown[0]},
         )
 
