@@ -134,8 +134,8 @@ def _check_targets(lm: Any, config: LoraConfig) -> None:  # noqa: ANN401 - untyp
     if unknown:
         raise DomainError(
             ErrorReason.MODEL_INVALID,
-            f"lora.targets: {type(lm).__name__} has no linear layer {unknown[0]!r} below its output "
-            f"head; it has: {', '.join(sorted(linear))}",
+            f"lora.targets: {type(lm).__name__} has no linear layer {unknown[0]!r} below its "
+            f"output head; it has: {', '.join(sorted(linear))}",
             {"target": unknown[0]},
         )
 
