@@ -7,10 +7,12 @@ dispatcher or the orchestrator between any two steps. The store alone remembers.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
 from flexmarl.core.dataset_order import Cursor, DatasetOrder
+from flexmarl.core.demands import Place
 from flexmarl.core.ids import BatchId, GroupId, SampleId, is_evaluation
 from flexmarl.core.recovery import comes_again
 from flexmarl.core.run import RunCore, RunRules
@@ -40,6 +42,7 @@ from flexmarl.core.run_effects import (
     SetTimer,
     StartSamples,
     Suspend,
+    TrainerWork,
     VoidRows,
     Work,
 )
@@ -170,9 +173,12 @@ class Sum:
     """What a bound process group holds in memory."""
 
     binding: int
-    trainers: tuple[str, ...]
     ledger: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
+
+
+class HeldError(Exception):
+    """A slot is another policy's at its trainer."""
 
 
 class World:
@@ -212,6 +218,8 @@ class World:
         self.timers_set: set[str] = set()
         self.running: set[str] = set()
         self.sums: dict[str, Sum] = {}
+        self.claims: dict[tuple[str, str], tuple[str, int]] = {}
+        self.num_refused = 0
         self.active: int | None = None
         self.ended: EndRun | None = None
         self.most_trainers = 0
@@ -249,7 +257,7 @@ class World:
         match self.rng.choice(choices):
             case "effect":
                 effect = self.pending.pop(self.rng.randrange(len(self.pending)))
-                self.feed(EffectDone(effect, self.execute(effect)))
+                self.answer(effect)
             case "sample":
                 self.end_sample(self.rng.choice(sorted(self.running)))
             case "leave":
@@ -257,6 +265,16 @@ class World:
             case _:
                 self.timers.pop(due[0])
                 self.feed(TimerFired(due[0]))
+
+    def answer(self, effect: Work) -> None:
+        try:
+            result = self.execute(effect)
+        except HeldError as error:
+            self.num_refused += 1
+            refused = RunFailure(reason="STATE_TRANSITION_REFUSED", message=str(error))
+            self.feed(EffectFailed(effect, refused))
+        else:
+            self.feed(EffectDone(effect, result))
 
     def feed(self, event: Event) -> None:
         self.take(self.core.handle([event], now=self.now))
@@ -279,6 +297,14 @@ class World:
         places = [place for binding in bindings if binding for place in binding.places]
         held = [(place.trainer, slot) for place in places for slot in place.slots]
         assert len(held) == len(set(held)), "a device has one holder"
+        known = {
+            (name, p.binding.number) for name, p in self.core.training.policies.items() if p.binding
+        }
+        under_way = {(e.policy, e.binding) for e in self.pending if isinstance(e, TrainerWork)}
+        opening = {e.trainer for e in self.pending if isinstance(e, OpenTrainer)}
+        for (trainer, slot), binding in self.claims.items():
+            freed = binding in known | under_way or trainer in opening
+            assert freed, f"{slot} of {trainer} is held for good by {binding}"
         self.most_trainers = max([self.most_trainers, *(len(b.places) for b in bindings if b)])
 
     def misfortune(self) -> None:
@@ -289,8 +315,8 @@ class World:
                 effect = self.rng.choice(on_policy)
                 self.pending = [e for e in self.pending if e is not effect]
                 if self.rng.random() < 0.5:
-                    self.execute(effect)  # it took effect, the answer was lost
-                self.sums.pop(effect.policy, None)
+                    self.attempt(effect)  # it took effect, the answer was lost
+                self.drop(effect.policy, effect.binding)
                 self.feed(EffectFailed(effect, LOST))
         elif kind == "trainer":
             trainers = self.rules.trainers
@@ -302,8 +328,20 @@ class World:
         else:
             for effect in self.pending:
                 if self.rng.random() < 0.5:
-                    self.execute(effect)
+                    self.attempt(effect)
             self._begin_anew()
+
+    def attempt(self, effect: Work) -> None:
+        """An effect whose answer nobody hears."""
+        with suppress(HeldError):
+            self.execute(effect)
+
+    def drop(self, policy: str, binding: int) -> None:
+        """Trainers end a binding."""
+        held = self.sums.get(policy)
+        if held is not None and held.binding == binding:
+            del self.sums[policy]
+        self.claims = {k: v for k, v in self.claims.items() if v != (policy, binding)}
 
     def lose_rollout(self) -> None:
         """The dispatcher is another process: it knows no sample, and answers nothing."""
@@ -317,16 +355,18 @@ class World:
 
     def lose_sums(self, trainer: str) -> None:
         """A trainer ends what is bound there."""
-        self.sums = {name: held for name, held in self.sums.items() if trainer not in held.trainers}
+        for policy, binding in {v for (name, _), v in self.claims.items() if name == trainer}:
+            self.drop(policy, binding)
 
     def lose_shard(self) -> None:
         """A store shard is lost: all services begin anew, over the others."""
         for effect in self.pending:
             if self.rng.random() < 0.5:
-                self.execute(effect)
+                self.attempt(effect)
         self.running.clear()
         self.active = None
         self.sums.clear()
+        self.claims.clear()
         policies = self.rules.training.policies.items()
         self.store.lose_shard([name for name, policy in policies if policy.trained])
         self._begin_anew()
@@ -465,26 +505,29 @@ class World:
             case MarkRows(micro_batch_id=name, rows=rows):
                 for row in rows:
                     assert store.marks.setdefault(row.vertex_id, name) == name, "marked twice"
-            case Bind(policy=policy, binding=number, trainer=trainer, beyond=beyond):
+            case Bind(policy=policy, binding=number):
                 self.check_slots(effect)
+                self.claim(effect)
                 state = store.states.setdefault(policy, StateFact(version=0))
-                trainers = (trainer, *(place.trainer for place in beyond))
-                held = Sum(number, trainers)
+                held = Sum(number)
                 if not state.applied or state.version <= (store.version or 0):
                     held.ledger, held.dropped = set(state.ledger), set(state.dropped)
                 if state.applied:
-                    held = Sum(number, trainers)
-                self.sums[policy] = held
+                    held = Sum(number)
+                newer = self.sums.get(policy)
+                if newer is None or newer.binding < number:
+                    self.sums[policy] = held
                 return StateSaved(state)
             case Compute():
                 return self.compute(effect)
             case SaveGradients() | Suspend():
                 held_now = self.sums.get(effect.policy)
-                if held_now is None:
-                    return StateSaved(self.state_of(effect.policy))
-                state = self.save(effect.policy, held_now)
+                if held_now is None or held_now.binding != effect.binding:
+                    state = self.state_of(effect.policy)
+                else:
+                    state = self.save(effect.policy, held_now)
                 if isinstance(effect, Suspend):
-                    self.sums.pop(effect.policy)
+                    self.drop(effect.policy, effect.binding)
                 return StateSaved(state)
             case Apply():
                 return self.apply(effect)
@@ -515,6 +558,24 @@ class World:
             case ActivateVersion(version=version):
                 self.active = max(version, self.active or 0)  # an older order may come late
         return None
+
+    def claim(self, effect: Bind) -> None:
+        """The trainers' part of a binding: what the policy had there before ends."""
+        own = Place(effect.trainer, effect.slots)
+        slots = [(place.trainer, slot) for place in (own, *effect.beyond) for slot in place.slots]
+        for slot in slots:
+            holder = self.claims.get(slot)
+            if holder is not None and holder[0] != effect.policy:
+                raise HeldError(f"slot {slot} is held by {holder[0]}")
+        trainers = {trainer for trainer, _ in slots}
+        before = {
+            number
+            for (trainer, _), (policy, number) in self.claims.items()
+            if policy == effect.policy and trainer in trainers
+        }
+        for number in before:
+            self.drop(effect.policy, number)
+        self.claims.update(dict.fromkeys(slots, (effect.policy, effect.binding)))
 
     def check_slots(self, effect: Bind) -> None:
         """No two bindings that the core believes in share a slot."""

@@ -130,7 +130,7 @@ def test_a_policy_that_failed_is_tried_again() -> None:
     until(run, lambda w: any(isinstance(e, Compute) for e in w.pending))
     effect = next(e for e in run.pending if isinstance(e, Compute))
     run.pending = [e for e in run.pending if e is not effect]
-    run.sums.pop(effect.policy)
+    run.drop(effect.policy, effect.binding)
     run.feed(EffectFailed(effect, FAILED))
     (found,) = [w for w in waits(run) if w.what.startswith(f"policy {effect.policy}")]
     assert found.ends == "another try, after 1 failure(s) in a row"

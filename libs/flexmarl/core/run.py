@@ -262,7 +262,16 @@ class RunCore:
                     self.training.trainers_complete()
             case Bind() | Compute() | SaveGradients() | Apply() | Suspend():
                 current = self.training.done(effect, result, now=now)
-                if current and isinstance(effect, Apply):
+                if not current and not isinstance(effect, Suspend):
+                    # It came to a trainer that had been given up, and is there again: nothing else
+                    # would free what it holds.
+                    yield Suspend(
+                        policy=effect.policy,
+                        binding=effect.binding,
+                        trainer=effect.trainer,
+                        reason="the binding was given up while this was under way",
+                    )
+                elif current and isinstance(effect, Apply):
                     yield PrepareWeights(
                         version=effect.batch + 1, policy=effect.policy, reason="its update is made"
                     )

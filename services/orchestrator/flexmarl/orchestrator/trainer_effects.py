@@ -34,10 +34,8 @@ GIVE_UP_TIMEOUT_S: Final = 30.0
 _BINDING_IS_GONE: Final = frozenset(
     {
         ErrorReason.CHILD_DIED,
-        ErrorReason.NOT_FOUND,
         ErrorReason.RUN_NOT_FOUND,
         ErrorReason.TERM_STALE,
-        ErrorReason.STATE_TRANSITION_REFUSED,
         ErrorReason.UNAVAILABLE,
     }
 )
