@@ -21,7 +21,8 @@ from flexmarl.api.rollout.v1.worker_pb2 import (
 )
 from flexmarl.core.keepalive import MAX_MESSAGE_BYTES
 from flexmarl.rollout.host.outbox import Outbox
-from flexmarl.rollout.pieces import PART_BYTES, frames_of, parts_of
+from flexmarl.rollout.pieces import frames_of, parts_of
+from flexmarl.runtime.message_batches import BATCH_BYTES
 
 
 def test_what_is_too_large_for_a_frame_goes_in_several():
@@ -79,6 +80,6 @@ async def test_what_a_host_kept_for_a_dispatcher_that_was_away_goes_in_messages_
     sent = []
     while not outbox.empty:
         message = await outbox.take()
-        assert message.ByteSize() < PART_BYTES + (1 << 20)
+        assert message.ByteSize() < BATCH_BYTES + (1 << 20)
         sent += [result.attempt_id for result in message.results]
     assert sent == [result.attempt_id for result in kept]

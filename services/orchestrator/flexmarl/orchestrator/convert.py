@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
-
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import graph_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as store_pb
@@ -23,30 +21,12 @@ from flexmarl.core.training_rows import Rewards, Row, RowVoid, RunFailure, Sampl
 DONE = common_pb2.VERTEX_STATUS_DONE
 
 ItemT = TypeVar("ItemT")
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 def chunks(items: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
     """What is too much for one message, in parts of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def parts(
-    messages: Iterable[MessageT], *, max_items: int, max_bytes: int
-) -> Iterator[list[MessageT]]:
-    """The same by size, too; a single larger message is a part of its own."""
-    part: list[MessageT] = []
-    size_bytes = 0
-    for message in messages:
-        message_bytes = message.ByteSize()
-        if part and (len(part) == max_items or size_bytes + message_bytes > max_bytes):
-            yield part
-            part, size_bytes = [], 0
-        part.append(message)
-        size_bytes += message_bytes
-    if part:
-        yield part
 
 
 def failure_of(failure: common_pb2.Failure) -> RunFailure:

@@ -22,12 +22,11 @@ from flexmarl.core.run_events import AdvantagesMade
 from flexmarl.core.seeds import evaluation_seed, sample_seed
 from flexmarl.orchestrator.calls import fenced, waiting
 from flexmarl.orchestrator.context import RunContext
-from flexmarl.orchestrator.convert import parts, policy_manifest
+from flexmarl.orchestrator.convert import policy_manifest
+from flexmarl.runtime.message_batches import batches
 
 MAX_SPECS: Final = 512
-"""Samples per StartSamples call."""
-MAX_SPEC_BYTES: Final = 16 << 20
-"""Where such a call is parted, too: each sample carries its query, which may be a MiB."""
+"""Samples per StartSamples call, or fewer: each carries its query, which may be a MiB."""
 
 
 class RolloutLostError(Exception):
@@ -59,7 +58,7 @@ class RolloutEffects:
     async def start_samples(self, effect: StartSamples) -> None:
         """Hand samples over; those that it knows already it leaves alone."""
         specs_of_all = map(self._spec, effect.samples)
-        for specs in parts(specs_of_all, max_items=MAX_SPECS, max_bytes=MAX_SPEC_BYTES):
+        for specs in batches(specs_of_all, max_items=MAX_SPECS):
             with waiting(effect.waits), fenced(), _known_run():
                 await self._client.start_samples(
                     self._context.run_id, specs, term=self._context.term

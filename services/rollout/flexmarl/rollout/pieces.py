@@ -8,18 +8,15 @@ serve is sent all that waits for it, each with a prompt of its model's whole con
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import EncodeError, Message
 
 from flexmarl.runtime.frames import MAX_FRAME_BYTES
+from flexmarl.runtime.message_batches import BATCH_BYTES, batches
 
 MessageT = TypeVar("MessageT", bound=Message)
 ItemT = TypeVar("ItemT", bound=Message)
-
-PART_BYTES: Final = 16 << 20
-"""Where a message of a stream is parted: its largest item may come on top, and still it is far
-below what gRPC takes."""
 
 
 def frames_of(message: Message, *, limit_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
@@ -47,7 +44,7 @@ def frames_of(message: Message, *, limit_bytes: int = MAX_FRAME_BYTES) -> Iterat
 
 
 def parts_of(
-    message: MessageT, *, large: str, first: str, limit_bytes: int = PART_BYTES
+    message: MessageT, *, large: str, first: str, limit_bytes: int = BATCH_BYTES
 ) -> Iterator[MessageT]:
     """The message as it is; where it is too large, its items `large` in messages of their own.
 
@@ -72,7 +69,7 @@ def parts_of(
                 getattr(end, field.name).CopyFrom(value)
     if before.ListFields():
         yield before
-    for items in _batches(getattr(message, large), limit_bytes):
+    for items in batches(getattr(message, large), max_bytes=limit_bytes):
         part = type(message)()
         getattr(part, large).extend(items)
         yield part
@@ -80,20 +77,6 @@ def parts_of(
         yield after
 
 
-def first_of(items: Iterable[ItemT], *, limit_bytes: int = PART_BYTES) -> list[ItemT]:
+def first_of(items: Iterable[ItemT], *, limit_bytes: int = BATCH_BYTES) -> list[ItemT]:
     """As many of the first items as fit a message together; one at least, where there is one."""
-    return next(_batches(items, limit_bytes), [])
-
-
-def _batches(items: Iterable[ItemT], limit_bytes: int) -> Iterator[list[ItemT]]:
-    batch: list[ItemT] = []
-    size_bytes = 0
-    for item in items:
-        item_bytes = item.ByteSize()
-        if batch and size_bytes + item_bytes > limit_bytes:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(item)
-        size_bytes += item_bytes
-    if batch:
-        yield batch
+    return next(batches(items, max_bytes=limit_bytes), [])
