@@ -38,11 +38,15 @@ IMPORTS = {
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["ends it", pytest.param("never ends", marks=pytest.mark.real)])
 async def test_a_workflow_whose_import_ends_its_worker_or_never_ends(make, tmp_path, how):
+    """Reward processes do not import it: who tells first does not depend on the machine."""
     line, said = IMPORTS[how]
-    async with make(f"{line}\n{TEAM}") as cluster:
+    cluster = make(f"{line}\n{TEAM}", workflow={"reward": "score:reward"})
+    (tmp_path / "package" / "score.py").write_text("def reward(sample): return 0.0\n")
+    async with cluster:
         await opened(cluster, tmp_path)
         status = await cluster.until(lambda s: s.HasField("fatal"), timeout_s=START_S + 30)
         assert status.fatal.reason == "WORKFLOW_IMPORT_FAILED"
+        assert "the workflow's modules" in status.fatal.message
         assert said in status.fatal.message
 
 

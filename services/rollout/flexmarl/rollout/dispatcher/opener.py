@@ -175,7 +175,7 @@ class RunOpener:
             log=self._config.log,
             limits=self._config.user_code,
             reward=config.workflow.reward,
-            estimator=config.advantage.estimator,
+            estimator=config.advantage.estimator if config.advantage.rule().is_own else None,
             counters=desk.counters,
             on_broken=run.flow.worker_ready,
         )

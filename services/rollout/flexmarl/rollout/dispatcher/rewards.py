@@ -92,7 +92,7 @@ class RewardPool:
         log: Log section handed to processes.
         limits: What they may take.
         reward: Name of the reward function, for messages.
-        estimator: Name of the run's own estimator, for messages; any when it has none.
+        estimator: Name of the run's own estimator, for messages; None when it has none.
         counters: Told `rewards` and `reward_failures`.
         on_broken: Told when the function cannot be imported.
     """
@@ -107,7 +107,7 @@ class RewardPool:
         log: LogConfig,
         limits: UserCodeConfig,
         reward: str,
-        estimator: str,
+        estimator: str | None,
         counters: Counter[str],
         on_broken: Callable[[Failure], None],
     ) -> None:
@@ -289,7 +289,9 @@ class RewardPool:
 
     def _cannot_import(self, problem: str) -> None:
         # Workers import the reward function's module, too; the estimator's is imported here alone.
-        what = f"the modules of reward {self._reward} and estimator {self._estimator}"
+        what = f"the module of reward {self._reward}"
+        if self._estimator is not None:
+            what = f"the modules of reward {self._reward} and estimator {self._estimator}"
         self._on_broken(import_failure(what, problem))
 
     def _failed(self, job: _Job, code: int | None, *, timed_out: bool) -> RewardResult:
