@@ -208,6 +208,24 @@ class TestCopiesOnDisk:
             with pytest.raises(NotFoundError, match="SEGMENT_NOT_FOUND"):
                 await read(store, "w3")
 
+    async def test_a_file_that_somebody_removed_from_memory_is_read_from_disk(self, tmp_path):
+        async with serving(tmp_path, state_to_disk_every=1) as (store, shard):
+            await store.create_run(a_run())
+            term = await store.acquire_term(RUN, "orchestrator", holder="test")
+            await commit(store, term, 0, await put(store, shard, "w0", 0))
+            await until(lambda: shard.segments.is_on_disk(["w0"]))
+            in_use = shard.segments._files.used_bytes[pb.SEGMENT_TIER_MEMORY]
+            async with store.open_segment(RUN, "w0", holder="test") as reader:
+                path, copy = Path(reader.path), Path(reader.view.disk_path)
+                path.unlink()  # noqa: ASYNC240
+                for _ in range(2):
+                    assert await read(store, "w0") == (0, pb.SEGMENT_TIER_DISK)
+                assert bytes(reader.buffers["w"].data) == bytes(buffer(0).data)
+            assert shard.segments._files.used_bytes[pb.SEGMENT_TIER_MEMORY] < in_use
+            copy.unlink()  # noqa: ASYNC240
+            with pytest.raises(NotFoundError, match=f"segment w0: its file {copy} is gone"):
+                await read(store, "w0")
+
     async def test_versions_that_fell_behind_are_skipped(self, tmp_path):
         async with serving(tmp_path, state_to_disk_every=1) as (store, shard):
             await store.create_run(a_run())

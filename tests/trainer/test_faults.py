@@ -93,7 +93,7 @@ async def test_an_old_term_that_writes_late_changes_nothing(run: Run) -> None:
 
 
 HARMS: dict[str, tuple[ErrorReason, str, Callable[[Path], object]]] = {
-    "gone": (ErrorReason.SEGMENT_NOT_FOUND, "cannot be mapped", Path.unlink),
+    "gone": (ErrorReason.SEGMENT_NOT_FOUND, "is gone", Path.unlink),
     "cut short": (
         ErrorReason.CHECKSUM_MISMATCH,
         "cut short",
@@ -115,6 +115,16 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+async def files_of(run: Run, key: str) -> tuple[Path, Path]:
+    """A segment's file in memory and its copy on disk, once there is one."""
+    async with asyncio.timeout(30):
+        while True:
+            async with run.cluster.store.open_segment(run.run_id, key, holder="test") as reader:
+                if reader.view.disk_path:
+                    return Path(reader.path), Path(reader.view.disk_path)
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("kind", ["master", "moments"])
 @pytest.mark.parametrize("harm", HARMS)
 async def test_state_that_cannot_be_read_is_named_and_nothing_is_half_bound(
@@ -126,13 +136,14 @@ async def test_state_that_cannot_be_read_is_named_and_nothing_is_half_bound(
     before = await run.cluster.store.get_state(run.run_id, "p")
     assert before is not None
     ref = getattr(before, kind)
-    async with run.cluster.store.open_segment(run.run_id, ref.key, holder="test") as reader:
-        path = Path(reader.path)
+    path, copy = await files_of(run, ref.key)
     if kind == "moments":
         await run.bind("p", ["slot0", "slot1"])
         await run.compute(record)
     whole = read(path)
     do_harm(path)
+    if harm == "gone":
+        do_harm(copy)
     with fails(reason, match=f"segment {re.escape(ref.key)}.*{re.escape(str(path))}.*") as caught:
         if kind == "master":
             await run.bind("p", ["slot0", "slot1"])
@@ -142,6 +153,18 @@ async def test_state_that_cannot_be_read_is_named_and_nothing_is_half_bound(
     assert {slot.policy for slot in (await slots(run.cluster)).values()} == {""}
     assert await run.cluster.store.get_state(run.run_id, "p") == before
     write(path, whole)
+    await run.bind("p", ["slot0", "slot1"])
+    assert (await run.compute(record)).added
+    assert (await run.apply("p", 0, [record.micro_batch_id])).state.version == 1
+    await run.suspend("p")
+
+
+async def test_state_that_is_gone_from_memory_is_loaded_from_disk(run: Run) -> None:
+    record = await run.micro_batch("p", make_rows(3), batch=0)
+    state = await run.cluster.store.get_state(run.run_id, "p")
+    assert state is not None
+    for ref in (state.master, state.moments):
+        (await files_of(run, ref.key))[0].unlink()
     await run.bind("p", ["slot0", "slot1"])
     assert (await run.compute(record)).added
     assert (await run.apply("p", 0, [record.micro_batch_id])).state.version == 1

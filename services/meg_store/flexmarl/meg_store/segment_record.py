@@ -69,6 +69,12 @@ class Segment:
         """Whether it is a copy of another store's segment, which can be fetched again."""
         return FETCHED_FROM in self.view.attributes
 
+    @property
+    def has_lost_memory(self) -> bool:
+        """Whether its copy on disk is all that is left."""
+        copy = self.copy
+        return copy is not None and copy.path.exists() and not self.file.path.exists()
+
     def move_to_copy(self) -> SegmentFile:
         """Let its copy on disk take the place of its file, which is returned."""
         assert self.copy is not None
@@ -108,6 +114,6 @@ class Segment:
             is_ours=False,
             copy=copy,
         )
-        if copy is not None and copy.path.exists() and not segment.file.path.exists():
+        if segment.has_lost_memory:
             segment.move_to_copy()  # the memory tier went with the host
         return segment

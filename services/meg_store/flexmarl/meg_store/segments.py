@@ -240,13 +240,17 @@ class Segments:
             mapped: Its holder maps the file itself, and may end without a word.
 
         Raises:
-            DomainError: SEGMENT_NOT_FOUND, also when its file is gone (the host was restarted).
+            DomainError: SEGMENT_NOT_FOUND, also when its file is gone.
         """
         segment = self._require(request.key, request.run_id)
         stored = self._database.get(Table.META, keys.join("segment", request.key))
         visible = stored is not None and Segment.decode(stored).sealed
-        if not segment.sealed or not visible or not segment.files:
+        if not segment.sealed or not visible:
             raise _not_found(request.key)
+        if segment.has_lost_memory:  # somebody else cleaned up, as systemd does with RemoveIPC
+            self._files.free(segment.move_to_copy(), reusable=False)
+        if not segment.file.path.exists():
+            raise _gone(segment)
         lease = f"{_MAPPED_LEASE if mapped else ''}{uuid.uuid4().hex}"
         segment.leases[lease] = segment.used_at = now
         answer = pb.OpenSegmentResponse()
@@ -423,6 +427,14 @@ def _is_unlocked(file: SegmentFile) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def _gone(segment: Segment) -> DomainError:
+    return DomainError(
+        ErrorReason.SEGMENT_NOT_FOUND,
+        f"segment {segment.key}: its file {segment.file.path} is gone, and there is no other copy",
+        {"key": segment.key, "path": str(segment.file.path)},
+    )
 
 
 def _not_found(key: str) -> DomainError:
