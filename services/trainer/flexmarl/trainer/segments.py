@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.api.meg_store.v1 import meg_store_pb2
@@ -19,10 +19,12 @@ from flexmarl.core.weights_probe import PROBE_ATTRIBUTE, write_probe
 from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.totals import IN, OUT, Traffic
 
+AnswerT = TypeVar("AnswerT")
+
 HOLDER = "trainer"
 
-_OPENED_S: Final = 1.0
-"""Longest wait for the answer of a store that may have given a lease that nobody needs any more."""
+_ANSWER_S: Final = 1.0
+"""Longest wait for the answer of a store that may have given what nobody needs any more."""
 
 _TIERS = {
     "memory": meg_store_pb2.SEGMENT_TIER_MEMORY,
@@ -131,9 +133,13 @@ class StateSegments:
             world_size: Number of ranks.
             version: Version of the set.
             number: Number of the save within it.
+
+        Raises:
+            DomainError: See `StoreClient.allocate_segment`. None is being made any more then: one
+                that came late would take the place of the next try's.
         """
-        writers = await asyncio.gather(
-            *(
+        allocating = [
+            asyncio.create_task(
                 self._allocate(
                     kind,
                     segment_specs(
@@ -145,9 +151,15 @@ class StateSegments:
                     ),
                     key=self._names.key(kind, version=version, number=number),
                 )
-                for kind in kinds
             )
-        )
+            for kind in kinds
+        ]
+        try:
+            await asyncio.wait(allocating)
+            writers = [task.result() for task in allocating]
+        except BaseException:
+            await asyncio.gather(*(_give_up(task) for task in allocating))
+            raise
         return StateTargets(dict(zip(kinds, writers, strict=True)), self._traffic)
 
     async def _open(self, key: str) -> SegmentReader:
@@ -213,10 +225,21 @@ class StateTargets:
 
 async def _give_back(opening: asyncio.Task[SegmentReader]) -> None:
     """Closes a reader; one that is being opened still, for who was cancelled meanwhile, too."""
-    await asyncio.wait([opening], timeout=_OPENED_S)
-    opened = not opening.cancel() and not opening.cancelled()
-    if opened and opening.exception() is None:
-        await opening.result().close()
+    if (reader := await _outcome(opening)) is not None:
+        await reader.close()
+
+
+async def _give_up(allocating: asyncio.Task[tuple[str, SegmentWriter]]) -> None:
+    """Abandons a writer; one that is being made still, for who was cancelled meanwhile, too."""
+    if (made := await _outcome(allocating)) is not None:
+        made[1].abandon()
+
+
+async def _outcome(asking: asyncio.Task[AnswerT]) -> AnswerT | None:
+    """What the store answered; None when it refused, or says nothing to who waits no longer."""
+    await asyncio.wait([asking], timeout=_ANSWER_S)
+    answered = not asking.cancel() and not asking.cancelled()
+    return asking.result() if answered and asking.exception() is None else None
 
 
 async def _seal(

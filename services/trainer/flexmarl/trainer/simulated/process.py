@@ -8,9 +8,12 @@ from typing import Final, Self
 
 from flexmarl.api.trainer.v1 import rank_pb2
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.logging import get_logger
 from flexmarl.trainer.simulated.rank import SimulatedRank
 
 _MAX_FRAMES: Final = 64
+
+_log = get_logger(__name__)
 
 
 class SimulatedLink:
@@ -27,7 +30,7 @@ class SimulatedLink:
         ready = rank_pb2.RankReply(ready=rank_pb2.RankReady())
         self._replies.put_nowait(ready.SerializeToString())
         self._task = asyncio.create_task(self._work(), name="simulated rank")
-        self._task.add_done_callback(lambda _: self._replies.put_nowait(None))
+        self._task.add_done_callback(self._ended)
 
     @property
     def ended(self) -> asyncio.Task[None]:
@@ -57,6 +60,12 @@ class SimulatedLink:
     def close(self) -> None:
         """Ends the rank."""
         self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._replies.put_nowait(None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # What a child process would have left on its standard error.
+            _log.error("simulated_rank_failed", exc_info=error)
 
     async def _work(self) -> None:
         while True:
