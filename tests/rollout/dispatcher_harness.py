@@ -114,6 +114,7 @@ class HostStandIn:
         aborts: Attempts that were aborted.
         stored: Attempts that were acknowledged.
         specs: Instances of the newest plan, by id.
+        num_streams: How often the dispatcher has answered when it dialled.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class HostStandIn:
         self.in_hand: dict[str, eng.GenerateRequest] = {}  # running, or ended and not acknowledged
         self.specs: dict[str, eng.InstanceSpec] = {}
         self.run_id = ""
+        self.num_streams = 0
         self.mislabel: dict[str, Any] = {}
         self.drop_stored = False
         self._out: asyncio.Queue[eng.ConnectEngineHostRequest] = asyncio.Queue()
@@ -175,8 +177,11 @@ class HostStandIn:
         )  # fmt: skip
         await call.write(eng.ConnectEngineHostRequest(hello=hello, results=self.unacked.values()))
         writer = asyncio.create_task(self._write(call))
+        is_answered = False
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
+                self.num_streams += not is_answered
+                is_answered = True
                 self._take(message)
         finally:
             writer.cancel()
@@ -271,6 +276,10 @@ class HostStandIn:
 
     def send(self, *, instances: Iterable[Any] = (), results: Iterable[Any] = ()) -> None:
         self._out.put_nowait(eng.ConnectEngineHostRequest(instances=instances, results=results))
+
+    def unanswered(self) -> list[eng.GenerateRequest]:
+        """Requests that run."""
+        return [request for name, request in self.in_hand.items() if name not in self.unacked]
 
     def finish(self, request: eng.GenerateRequest, tokens: list[int]) -> None:
         """Answers a request that was left unanswered."""

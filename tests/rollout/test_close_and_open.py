@@ -129,6 +129,7 @@ async def test_what_had_ended_at_a_host_that_was_away(cluster):
 async def test_a_host_that_was_away_until_the_run_was_open_again(cluster):
     host = cluster.hosts[0]
     await host.stop()
+    await cluster.until(lambda s: any(line.startswith("policy p: ") for line in s.waits))
     finish_all(host)
     await close(cluster)
     other = cluster.host(host_id="h1")

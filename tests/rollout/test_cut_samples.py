@@ -102,7 +102,7 @@ async def test_a_cut_that_its_dispatcher_did_not_live_to_store_is_made_by_the_ne
         host = cluster.hosts[0]
         host.answer = lambda r: [1, 2] if r.policy == "p" else None
         cut, other = await cluster.admit(0, groups=2)
-        await cluster.until(lambda s: s.queues["q"].num_running == 4)
+        await cluster.until(lambda _: len(host.requests) == 6)
         cluster.store_service.kill()  # no end is stored while the dispatcher lives
         cutting = asyncio.create_task(
             cluster.rollout.cancel_samples(cluster.run_id, [cut], term=cluster.term)

@@ -62,7 +62,7 @@ async def test_the_next_version_is_loaded_between_batches_and_pinned_to_requests
         held = []
         host.answer = lambda request: held.append(request)
         await cluster.admit(0)
-        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        await cluster.until(lambda _: len(held) == 1)
         # Announced while a sample of version 0 is open: nobody loads it.
         await cluster.rollout.prepare_weights(
             cluster.run_id, 1, dict(cluster.manifest(1).policies), term=cluster.term
@@ -113,11 +113,15 @@ async def test_results_of_other_weights_are_never_used(make, tmp_path, mislabel)
     async with make() as cluster:
         await opened(cluster, tmp_path)
         host = cluster.hosts[0]
-        host.mislabel = mislabel
+
+        def answer(request):
+            host.mislabel = mislabel if len(host.requests) == 1 else {}
+            return [1, 2]
+
+        host.answer = answer
         ids = await cluster.admit(0)
-        await cluster.until(lambda s: s.counters["retries"] >= 1)
-        host.mislabel = {}
-        await cluster.until_ended()
+        status = await cluster.until_ended()
+        assert status.counters["retries"] == 1
         graph = await cluster.graph(ids[0])
         assert {v.meta.weights_hash for v in graph.vertices} == {"hash-p-0", "hash-q-0"}
         assert max(v.meta.attempt for v in graph.vertices) >= 2

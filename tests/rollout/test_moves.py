@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 
 import pytest
 import pytest_asyncio
@@ -193,15 +194,18 @@ async def test_a_move_is_logged_with_its_reason_and_is_in_the_timeline(make, tmp
 
 
 async def test_after_the_batch_instances_go_where_the_next_one_needs_them(make, tmp_path):
-    balance = {"forecast": True, "interval_s": 5}
+    balance = {"forecast": True, "interval_s": 60}
     async with make(policies=policies(p=1, q=3), balance=balance) as cluster:
         host = await opened(cluster, tmp_path)
         host.answer = lambda request: [1] if request.policy == "q" else None
-        await admit(cluster, "check", group=1, samples=1)
         await admit(cluster, "solve", group=0, samples=3)
+        begun_s = time.monotonic()
+        await admit(cluster, "check", group=1, samples=1)
+        await cluster.until(lambda s: s.counters["samples_done"] == 1)
+        took_s = time.monotonic() - begun_s
         for n in range(3):
             await until(lambda n=n: len(host.asked("p")) > n)
-            await asyncio.sleep(0.3)  # what the other's call takes on a busy machine, and more
+            await asyncio.sleep(max(0.3, took_s))  # no call of p is faster than that of q
             host.end(host.asked("p")[n], [1] * 8)
         await cluster.until_ended()
         await cluster.rollout.prepare_weights(
@@ -219,6 +223,7 @@ async def test_with_the_rule_off_nothing_moves(make, tmp_path):
     async with make(policies=policies(p=1, q=2), balance={"rule": "off"}) as cluster:
         host = await opened(cluster, tmp_path)
         await admit(cluster, "solve", group=0, samples=4)
+        await cluster.until(lambda s: s.queues["p"].num_waiting == 3)
         await asyncio.sleep(0.3)
         assert len(host.asked("p")) == 1
         for n in range(4):

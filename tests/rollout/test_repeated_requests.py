@@ -61,9 +61,8 @@ async def test_nothing_is_begun_or_cut_twice(make: Callable[..., Cluster], tmp_p
         await asyncio.gather(repeat(cluster), cut_thrice())
         await cluster.until(lambda s: s.counters["reattached"] == 2 * len(kept))
         host.answer = lambda _: [1, 2]
-        for request in list(host.in_hand.values()):
-            if request.attempt_id not in host.unacked:
-                host.finish(request, [1, 2])
+        for request in host.unanswered():
+            host.finish(request, [1, 2])
         await cluster.until_ended()
         ends = dict.fromkeys(kept, DONE) | dict.fromkeys(cut, CANCELLED)
         assert await ended(cluster) == ends

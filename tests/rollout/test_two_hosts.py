@@ -38,9 +38,13 @@ async def test_a_run_is_not_refused_for_hosts_that_have_not_dialled_yet(tmp_path
             plans = [list(host.specs) for host in hosts]
             await hosts[1].stop()
             services.rollout.kill()
+            before = hosts[0].num_streams
             await services.rollout.start()
             opening = asyncio.create_task(cluster.open())
-            await asyncio.sleep(0.5)  # the other one has dialled, and has room for one policy only
+            async with asyncio.timeout(30):
+                # The other one dials, and has room for one policy only.
+                while hosts[0].num_streams == before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             hosts[1].start()
             await opening
             await cluster.activate(1)

@@ -108,7 +108,14 @@ async def test_a_workflow_that_holds_the_interpreter_is_found_and_named(make, tm
     )
     async with make(source, workflow={"step_timeout_s": 0.5}) as cluster:
         await opened(cluster, tmp_path)
+        host = cluster.hosts[0]
+        # The others do not end before: alone in its worker it would be found at once.
+        host.answer = lambda request: [1, 2] if request.policy == "p" else None
         ids = await cluster.admit(0, groups=3)
+        await cluster.until(lambda s: s.counters["worker_deaths"] == 2, timeout_s=50)
+        host.answer = lambda request: [1, 2]
+        for request in host.unanswered():
+            host.finish(request, [1, 2])
         status = await cluster.until_ended(timeout_s=50)
         samples = await cluster.samples()
         assert [samples[i].status for i in ids] == [DONE, FAILED, DONE]
@@ -156,7 +163,7 @@ async def test_a_reward_that_never_returns_fails_its_sample_only(make, tmp_path,
     source = TEAM.replace(
         "    return {", f"    if sample.query['n'] == 1: {HANGING[how]}\n    return {{"
     )
-    async with make(source, workflow={"reward_timeout_s": 0.6}) as cluster:
+    async with make(source, workflow={"reward_timeout_s": 3}) as cluster:
         await opened(cluster, tmp_path)
         ids = await cluster.admit(0, groups=3)
         status = await cluster.until_ended()
@@ -203,7 +210,7 @@ async def later():
 
 async def test_an_estimator_of_the_runs_own_is_asked_and_named_when_it_fails(make, tmp_path):
     advantage = {"estimator": "team:advantages"}
-    workflow = {"reward_timeout_s": 0.6}
+    workflow = {"reward_timeout_s": 3}
     async with make(TEAM + ESTIMATOR, advantage=advantage, workflow=workflow) as cluster:
         await opened(cluster, tmp_path)
 
@@ -220,7 +227,7 @@ async def test_an_estimator_of_the_runs_own_is_asked_and_named_when_it_fails(mak
             (6.0, "something else than numbers"),
             (5.0, "returned NoneType"),
             (4.0, r"raised IndexError: .*\(team.py:\d+ in advantages\)"),
-            (9.0, "did not return within reward_timeout_s = 0.6"),
+            (9.0, "did not return within reward_timeout_s = 3"),
         ):
             with pytest.raises(FlexMarlError, match=f"estimator team:advantages.*{says}") as told:
                 await ask([reward])
@@ -294,7 +301,7 @@ async def test_a_tools_stored_result_is_not_made_again(make, tmp_path):
         host = cluster.hosts[0]
         host.answer = lambda r: None
         (sample_id,) = await cluster.admit(0, query={"folder": str(tmp_path), "once": True})
-        await cluster.until(lambda s: s.queues["p"].num_running == 1)
+        await cluster.until(lambda _: len(host.requests) == 1)
         os.kill(await user_code_of(cluster, "worker"), signal.SIGKILL)
         await cluster.until(lambda s: s.counters["worker_deaths"] == 1)
         host.answer = lambda r: [1, 2]
