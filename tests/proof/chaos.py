@@ -30,6 +30,8 @@ TOLERANCE = 1e-9
 TWO_KILLS_SHARE = 0.3
 GONE_S = 15.0
 """Longest time for the children of a killed process to end."""
+NOTICED_S = 5.0
+"""How much later than here the cluster may count a death."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ class Chaos:
 
     def _is_worn(self, kind: str) -> bool:
         """Whether one more death would be one too many: the cluster gives up a crash loop."""
-        since = time.monotonic() - WINDOW_S
+        since = time.monotonic() - WINDOW_S - NOTICED_S
         return sum(died > since for died, other in self._deaths if other == kind) >= MAX_RESTARTS
 
     async def _orphans(self) -> list[str]:

@@ -182,7 +182,7 @@ class Traffic:
             await asyncio.sleep(0)
         assert len(world.flow) == 0
         assert not world.flow.open_versions()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await asyncio.gather(*self.cancelling)
         assert {name for name, row in world.rows.items() if row.status != OPEN} == set(world.rows)
         assert set(world.rows) | self.cut >= set(self.started)

@@ -609,12 +609,12 @@ async def test_async_rewards_have_a_deadline(bench):
 
 async def test_a_workflow_that_holds_the_loop_ends_its_worker_and_is_named(bench, tmp_path):
     source = "import time\nasync def team(c, q): time.sleep(60)\n" + REWARD
-    worker = await bench.worker(source, workflow={"step_timeout_s": 0.5})
+    worker = await bench.worker(source, workflow={"step_timeout_s": 3})
     await worker.send(WorkerCommand(start=[WorkerSample(spec=spec())]))
     assert await worker.child.wait(timeout_s=20) == EXIT_STUCK
     report = json.loads((tmp_path / "w1.json").read_text())
     assert report["sample_id"] == SAMPLE
-    assert "without await for longer than step_timeout_s = 0.5" in report["message"]
+    assert "without await for longer than step_timeout_s = 3" in report["message"]
 
 
 async def test_a_workflow_that_takes_too_much_memory_ends_its_worker_and_is_named(bench, tmp_path):

@@ -281,7 +281,7 @@ class TestTools:
     async def test_a_tool_that_takes_too_long_fails_by_name(self, bench, kind):
         slow = {
             "async": "async def slow():\n    await asyncio.sleep(60)\n",
-            "thread": "import time\ndef slow():\n    time.sleep(2)\n",
+            "thread": "import time\ndef slow():\n    time.sleep(60)\n",
         }
         body = """
 try:

@@ -147,7 +147,7 @@ async def test_handlers_that_block_the_loop_are_refused():
 
 async def test_health_is_readiness():
     server = GrpcServer(
-        ServerConfig(grace_s=0.1),
+        ServerConfig(grace_s=60),
         name="echo",
         add_to_server=[Echo().add_to_server],
         services=[NAME, "test.Other"],

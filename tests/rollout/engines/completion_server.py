@@ -117,12 +117,12 @@ class CompletionServer:
                 return self.complete(body)
             case "/abort_requests":
                 for name in body["request_ids"]:
-                    if name in self.running:
-                        self.running[name].set()
+                    if (event := self.running.get(name)) is not None:
+                        event.set()
             case "/pause":
                 self.may_run.clear()
                 if "abort" in parts.query:
-                    for event in self.running.values():
+                    for event in list(self.running.values()):  # others come and end meanwhile
                         event.set()
             case "/resume":
                 self.may_run.set()

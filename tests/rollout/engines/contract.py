@@ -34,6 +34,10 @@ class Subject(Protocol):
 
     def weights(self, version: int, *, content: int = 0, broken: bool = False) -> EngineLoad: ...
 
+    def hold(self) -> None:
+        """Has responses grow to 10 tokens and no further, where they grow while nobody looks."""
+        ...
+
 
 def collect(engine: Engine, names: Iterable[str], *, timeout_s: float = 30.0):
     """Drive the engine until these attempts have ended; each ends once."""
@@ -125,6 +129,7 @@ class EngineContract:
 
     def test_an_aborted_attempt_ends_with_what_it_has(self, subject):
         loaded = serve(subject)
+        subject.hold()
         subject.engine.submit([request("long", [1], max_tokens=60), request("short", [2])])
         subject.engine.abort(["long", "unknown"])
         results = collect(subject.engine, ["long", "short"])

@@ -15,11 +15,12 @@ from rollout.engines.engine_kit import (
 
 from flexmarl.api.rollout.v1.engine_pb2 import (
     EngineLoad,
-    EngineOptions,
     SimulatedOptions,
     SimulatedPolicy,
 )
+from flexmarl.rollout.engines.admission import Admission
 from flexmarl.rollout.engines.base import Engine
+from flexmarl.rollout.engines.simulated_engine import SimulatedEngine
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,23 @@ class WithoutModel:
             load_id=f"l{version}", policy="p", version=version, weights_hash=f"content{content}"
         )
 
+    def hold(self) -> None:
+        pass  # nothing runs, or time passes by looks alone
+
+
+class LooksClock:
+    """Time that passes only while somebody looks: a little at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.002
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class TestInstant(EngineContract):
     @pytest.fixture
@@ -54,10 +72,11 @@ class TestSimulated(EngineContract):
         # Slow enough that what shall be cut has not ended by itself.
         times = SimulatedPolicy(decode_tokens_per_s=200)
         model = SimulatedOptions(time_scale=1, prefill_tokens_per_s=1e6, policies={"p": times})
-        options = EngineOptions(simulated=model).SerializeToString().hex()
-        engine = make_engine(
-            folder, engine="simulated", max_context=64, max_concurrency=4, options=options
-        )
+        clock = LooksClock()
+        engine = SimulatedEngine(
+            model, admission=Admission(max_context=64, vocab_size=24, max_waiting=16),
+            max_concurrency=4, clock=clock, sleep=clock.sleep,
+        )  # fmt: skip
         return WithoutModel(engine, instant=False)
 
 
@@ -88,3 +107,6 @@ class WithModel:
             data[17] ^= 1
             path.write_bytes(data)
         return load
+
+    def hold(self) -> None:
+        pass  # a token is made by a step

@@ -62,6 +62,9 @@ class Subject:
             path.write_bytes(data)
         return load
 
+    def hold(self) -> None:
+        self.server.most_tokens = 10
+
 
 def vllm_subject(folder, scratch) -> Subject:
     server = CompletionServer(scratch / "s")

@@ -87,10 +87,14 @@ async def test_whichever_of_engine_and_server_is_killed_both_end_and_come_back(
             server = server_below(status.pid)
             os.kill(server.pid, signal.SIGSTOP)  # so that the attempt is surely in progress
             name = f"a{restarts}"
-            dispatcher.send(requests=[ask(name, version=5, max_tokens=40)])
-            await asyncio.sleep(0.2)
-            os.kill(server.pid, signal.SIGCONT)
+            later = ask(f"later{restarts}")
+            later.instance_id = "p-9"
+            dispatcher.send(requests=[ask(name, version=5, max_tokens=40), later])
+            # The host refuses this one after it has taken the other.
+            await dispatcher.until(lambda: later.attempt_id in dispatcher.results)  # noqa: B023
             os.kill(server.pid if kill_server else status.pid, signal.SIGKILL)
+            if not kill_server:
+                os.kill(server.pid, signal.SIGCONT)  # it is to see that its engine is gone
             await dispatcher.until(lambda: name in dispatcher.results)  # noqa: B023
             # The engine may tell of the lost connection before its own end is seen.
             assert dispatcher.results[name].failure.reason in ("CHILD_DIED", "UNAVAILABLE")
@@ -114,7 +118,7 @@ async def test_a_server_that_hangs_is_found_by_its_silence_and_replaced(
     described.write_text(
         json.dumps(json.loads(described.read_text()) | {"max_position_embeddings": 512})
     )
-    host = running_host(dispatcher, tmp_path / "host", vllm_python=STAND_IN, engine_silence_s=1.0)
+    host = running_host(dispatcher, tmp_path / "host", vllm_python=STAND_IN, engine_silence_s=4.0)
     async with host:
         plan = make_plan(store, folder, "p-0", engine="vllm", options=options(), max_context=512)
         dispatcher.send(plan=plan)
