@@ -155,7 +155,8 @@ class StateSegments:
             for kind in kinds
         ]
         try:
-            await asyncio.wait(allocating)
+            if allocating:
+                await asyncio.wait(allocating)
             writers = [task.result() for task in allocating]
         except BaseException:
             await asyncio.gather(*(_give_up(task) for task in allocating))
