@@ -20,6 +20,24 @@ from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.run_config import RunConfig
 
 
+class Held(StandInTrainer):
+    """Computes nothing of a batch before it is let.
+
+    Args:
+        let: The first batch of which it computes nothing.
+        pause_s: Seconds per micro-batch.
+    """
+
+    def __init__(self, *, let: int = 0, pause_s: float = 0.0) -> None:
+        super().__init__(pause_s=pause_s)
+        self.let = let
+
+    async def _compute(self, request: pb.ComputeGradientsRequest, bound: Bound) -> pb.Operation:
+        while request.version >= self.let:  # noqa: ASYNC110 - the test moves it
+            await asyncio.sleep(0.01)
+        return await super()._compute(request, bound)
+
+
 async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
     async with cluster(processes) as run:
         await run.submit(run_config())
@@ -48,7 +66,7 @@ async def test_a_run_trains_to_its_last_version(processes: Processes) -> None:
 
 
 async def test_the_orchestrator_is_killed_in_the_middle(processes: Processes) -> None:
-    rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
+    rollout, trainer = StandInRollout(pause_s=0.004), Held(let=1, pause_s=0.01)
     async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config(versions=4))
         for version in range(2):
@@ -56,6 +74,7 @@ async def test_the_orchestrator_is_killed_in_the_middle(processes: Processes) ->
             await asyncio.sleep(0.03 * version)
             run.orchestrator_process.kill()
             await run.orchestrator_process.start()
+        trainer.let = 9
         progress = await follow_again(run)
         assert progress.status == common.RUN_STATUS_FINISHED
         await check_books(run, versions=4)
@@ -63,26 +82,16 @@ async def test_the_orchestrator_is_killed_in_the_middle(processes: Processes) ->
 
 
 async def test_the_store_is_killed_in_the_middle(processes: Processes) -> None:
-    rollout, trainer = StandInRollout(pause_s=0.004), StandInTrainer(pause_s=0.01)
+    rollout, trainer = StandInRollout(pause_s=0.004), Held(let=1, pause_s=0.01)
     async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         run.store_process.kill()
         await run.store_process.start()
+        trainer.let = 9
         progress = await follow_again(run)
         assert progress.status == common.RUN_STATUS_FINISHED
         await check_books(run)
-
-
-class Held(StandInTrainer):
-    """Computes nothing of a batch before it is let."""
-
-    let = 0
-
-    async def _compute(self, request: pb.ComputeGradientsRequest, bound: Bound) -> pb.Operation:
-        while request.version >= self.let:  # noqa: ASYNC110 - the test moves it
-            await asyncio.sleep(0.01)
-        return await super()._compute(request, bound)
 
 
 async def test_a_run_whose_memory_is_lost_returns_to_a_whole_version(processes: Processes) -> None:
@@ -127,13 +136,15 @@ async def test_a_run_whose_memory_is_lost_returns_to_a_whole_version(processes: 
 
 
 async def test_the_dispatcher_and_the_trainer_are_started_anew(processes: Processes) -> None:
-    rollout, trainer = StandInRollout(pause_s=0.01), StandInTrainer(pause_s=0.01)
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1, pause_s=0.01)
     async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config(versions=4))
         await run.until(lambda m: m is not None and m.version >= 1)
         rollout.forget()
+        trainer.let = 2
         await run.until(lambda m: m is not None and m.version >= 2)
         trainer.forget()
+        trainer.let = 9
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FINISHED
         await check_books(run, versions=4)
@@ -209,7 +220,7 @@ async def test_a_reward_function_that_gives_no_reward_fails_the_run(processes: P
 async def test_a_fatal_dispatcher_fails_the_run(processes: Processes) -> None:
     rollout = StandInRollout()
     rollout.fatal = common.Failure(reason="WORKFLOW_IMPORT_FAILED", message="no module 'team'")
-    async with cluster(processes, rollout=rollout) as run:
+    async with cluster(processes, rollout=rollout, trainer=Held()) as run:
         await run.submit(run_config())
         progress = await run.follow()
         assert progress.status == common.RUN_STATUS_FAILED
@@ -235,8 +246,8 @@ async def test_a_bad_dataset_fails_the_run(processes: Processes, queries, words)
 
 
 async def test_stop_now_and_resume(processes: Processes) -> None:
-    rollout = StandInRollout(pause_s=0.01)
-    async with cluster(processes, rollout=rollout) as run:
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1)
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         progress = await run.client.stop_run(run.run_id)
@@ -244,6 +255,7 @@ async def test_stop_now_and_resume(processes: Processes) -> None:
         assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_STOPPED
         with pytest.raises(FlexMarlError, match="resume"):
             await run.client.submit_run(run.run_id, home_shard=run.home)
+        trainer.let = 9
         await run.client.resume_run(run.run_id, home_shard=run.home)
         assert (await run.follow()).status == common.RUN_STATUS_FINISHED
         await check_books(run)
@@ -266,10 +278,12 @@ def changed(config: RunConfig, key: str, value: object) -> bytes:
 async def test_settings_of_a_resumed_run_are_taken_or_refused_by_name(
     processes: Processes,
 ) -> None:
-    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1)
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         await run.client.stop_run(run.run_id)
+        trainer.let = 9
         for key, value, words in (
             ("seed", 8, "7 -> 8: it is what makes the run this run"),
             ("batch.groups", 3, "the open batch was admitted with it"),
@@ -291,12 +305,14 @@ async def test_settings_of_a_resumed_run_are_taken_or_refused_by_name(
 
 
 async def test_stop_after_the_batch(processes: Processes) -> None:
-    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1)
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         # Not by the store: it has the commit before the orchestrator has begun the next batch.
         while (await run.client.get_run_status(run.run_id)).version < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await run.client.stop_run(run.run_id, finish_batch=True)
+        trainer.let = 9
         progress = await run.follow()
         assert (progress.status, progress.version) == (common.RUN_STATUS_STOPPED, 2)
         for _ in range(2):
@@ -307,8 +323,8 @@ async def test_stop_after_the_batch(processes: Processes) -> None:
 
 
 async def test_a_second_orchestrator_takes_over(processes: Processes) -> None:
-    rollout = StandInRollout(pause_s=0.01)
-    async with cluster(processes, rollout=rollout) as run:
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1)
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         await run.store.acquire_term(run.run_id, "orchestrator", holder="another one")
@@ -320,7 +336,7 @@ async def test_a_second_orchestrator_takes_over(processes: Processes) -> None:
 
 
 async def test_refusals(processes: Processes) -> None:
-    async with cluster(processes, rollout=StandInRollout(pause_s=0.02)) as run:
+    async with cluster(processes, trainer=Held()) as run:
         with pytest.raises(NotFoundError):
             await run.client.get_run_status(run.run_id)
         with pytest.raises(NotFoundError, match="no run"):
@@ -339,11 +355,13 @@ async def test_refusals(processes: Processes) -> None:
 
 
 async def test_sigterm_leaves_the_run_to_the_next_start(processes: Processes) -> None:
-    async with cluster(processes, rollout=StandInRollout(pause_s=0.01)) as run:
+    rollout, trainer = StandInRollout(pause_s=0.01), Held(let=1)
+    async with cluster(processes, rollout=rollout, trainer=trainer) as run:
         await run.submit(run_config())
         await run.until(lambda m: m is not None and m.version >= 1)
         assert await asyncio.to_thread(run.orchestrator_process.stop) == 0
         assert (await run.store.get_run(run.run_id)).status == common.RUN_STATUS_RUNNING
+        trainer.let = 9
         await run.orchestrator_process.start()
         assert (await follow_again(run)).status == common.RUN_STATUS_FINISHED
         await check_books(run)
@@ -351,7 +369,7 @@ async def test_sigterm_leaves_the_run_to_the_next_start(processes: Processes) ->
 
 async def follow_again(run: Cluster):
     """Follow over a restart: the new process may not have taken the run up yet."""
-    for _ in range(200):
+    for _ in range(1000):
         try:
             return await run.follow()
         except FlexMarlError:
