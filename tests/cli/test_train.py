@@ -26,7 +26,7 @@ _DEADLINE_S = 150.0
 class Command:
     """A running command: its lines, and every process that it ever started."""
 
-    def __init__(self, *args: str, cwd: Path) -> None:
+    def __init__(self, *args: str, cwd: Path, **env: str) -> None:
         self.lines: list[str] = []
         self.processes: dict[int, psutil.Process] = {}
         self.process = subprocess.Popen(
@@ -35,7 +35,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
             start_new_session=True,
         )
         self._new_line = threading.Condition()
@@ -100,8 +100,8 @@ def start(tmp_path):
     shm = Path("/dev/shm") / f"flexmarl-test-train-{os.getpid()}"
     commands: list[Command] = []
 
-    def run(*args: str) -> Command:
-        commands.append(Command(*args, cwd=tmp_path))
+    def run(*args: str, **env: str) -> Command:
+        commands.append(Command(*args, cwd=tmp_path, **env))
         return commands[-1]
 
     run.shm = shm
@@ -159,9 +159,20 @@ def test_a_run_is_interrupted_resumed_and_finished(start, tmp_path):
     assert errors_logged(tmp_path) == [], "neither stop is an error of any service"
 
 
+ENDLESS_START = """
+import sys, time
+if "flexmarl.orchestrator" in sys.orig_argv:
+    time.sleep(600)
+"""
+"""Python reads it first: the orchestrator takes longer to start than any test waits."""
+
+
 @pytest.mark.timeout(120)
 def test_a_command_interrupted_while_its_cluster_starts_leaves_nothing(start, tmp_path):
-    training = start("train", str(EXAMPLE), *shm_of(start), "--run-id", "r1")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(ENDLESS_START)
+    path = f"{tmp_path / 'first'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    training = start("train", str(EXAMPLE), *shm_of(start), "--run-id", "r1", PYTHONPATH=path)
     training.wait_for("starting the cluster")
     training.wait_for_children(5)
     # As a terminal does it: to the whole process group, services included.

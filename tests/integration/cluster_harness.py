@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ class Cluster:
 
     def address(self, service: str) -> str:
         return str(self.state["services"][service]["address"])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For the block, the orchestrator stands still: nothing is committed, no run ends.
+
+        Inside of it, it may be killed; another one goes on at once.
+        """
+        pid = self.pid("orchestrator")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def note_processes(self) -> None:
         """Remembers all processes of the cluster, to ask later whether they are gone."""

@@ -6,7 +6,7 @@ Either trainer may lead; which one does, the order of their addresses says, and 
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from flexmarl.client.trainer import TrainerClient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-SIZE = Size(versions=6, groups=4)
+SIZE = Size(versions=10, groups=4)
 WIDE = ("splitter", "merger")
 
 
@@ -92,7 +92,8 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
 async def survives(name: str, two: Two, tmp_path: Path, victim: str) -> None:
     """A run of policies with a rank on each trainer, in which the named one dies."""
 
-    async def misfortune() -> None:
+    async def misfortune(go_on: Callable[[], None]) -> None:
+        go_on()  # who stands still gives nobody work
         match victim:
             case "lent rank":
                 kill((await two.at_work(two.lending)).pid)

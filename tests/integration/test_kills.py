@@ -10,9 +10,11 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ import pytest
 from integration.cluster_harness import Cluster, Size, eventually, kill, run_cli
 from integration.whole_run import TRAINED, assert_evaluated, assert_whole, num_reports
 
+from flexmarl.client.run_store import RunStore
+
 SIZE = Size(versions=10)
-"""On a fast machine a version takes 0.2 s: what happens after the second falls within the run."""
+"""Of most runs; one that ends before something has happened to it is followed by a longer one."""
 EVALUATED = ("team_reward", *(f"reward/{agent}" for agent in TRAINED))
 
 
@@ -82,14 +86,11 @@ PAUSE_S = 20.0
 async def test_a_quiet_run_is_whole_and_evaluated(cluster: Cluster, tmp_path: Path):
     """Every second version, greedily and sampled, on queries that are never trained on."""
 
-    async def nothing() -> None:
-        pass
-
     evaluation = {"every": 2, "fraction": 0.06, "samples": 2}
     sets = [
         part for key, value in evaluation.items() for part in ("--set", f"evaluation.{key}={value}")
     ]
-    run_id = await survive("quiet", nothing, cluster, tmp_path, sets=sets, last_is_evaluated=True)
+    run_id = await survive("quiet", None, cluster, tmp_path, sets=sets, last_is_evaluated=True)
     evaluated = range(0, SIZE.versions + 1, 2)
     await assert_evaluated(cluster.address("meg_store"), run_id, evaluated, samples=1 + 2)
     for row in metrics(tmp_path / run_id):
@@ -102,7 +103,7 @@ async def test_a_quiet_run_is_whole_and_evaluated(cluster: Cluster, tmp_path: Pa
 async def test_a_run_survives_the_death_of(victim: str, cluster: Cluster, tmp_path: Path):
     find = VICTIMS[victim]
 
-    async def misfortune() -> None:
+    async def misfortune(_: Callable[[], None]) -> None:
         kill(find(cluster))
 
     await survive(f"kill-{victim}", misfortune, cluster, tmp_path)
@@ -112,7 +113,7 @@ async def test_a_run_survives_the_death_of(victim: str, cluster: Cluster, tmp_pa
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victims", AT_ONCE)
 async def test_a_run_survives_deaths_at_once_of(victims: str, cluster: Cluster, tmp_path: Path):
-    async def misfortune() -> None:
+    async def misfortune(_: Callable[[], None]) -> None:
         for name in AT_ONCE[victims]:
             kill(VICTIMS[name](cluster))
 
@@ -123,10 +124,11 @@ async def test_a_run_survives_deaths_at_once_of(victims: str, cluster: Cluster, 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victims", PAUSED)
 async def test_a_run_survives_the_pause_of(victims: str, cluster: Cluster, tmp_path: Path):
-    async def misfortune() -> None:
+    async def misfortune(go_on: Callable[[], None]) -> None:
         pids = [VICTIMS[name](cluster) for name in PAUSED[victims]]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
+        go_on()
         try:
             await asyncio.sleep(PAUSE_S)
         finally:
@@ -144,12 +146,13 @@ async def test_why_names_an_engine_that_was_stopped(cluster: Cluster, tmp_path: 
     """I8: a run whose engine hangs says so, with its process and what would end it."""
     said: list[str] = []
 
-    async def misfortune() -> None:
+    async def misfortune(go_on: Callable[[], None]) -> None:
         # The only one of its policy: without it the run cannot go on. Where it loads weights, it
         # is named as well, but with another reason: then it is let go, and stopped again.
         while not any("request(s), and none ended" in line for line in said):
             pid = child("engine_host", "engine/merger")(cluster)
             os.kill(pid, signal.SIGSTOP)
+            go_on()
             try:
                 said.append(await named(pid))
             finally:
@@ -184,9 +187,17 @@ def why(cluster: Cluster, out: Path) -> list[str]:
     return [what + ends for what, ends in itertools.pairwise(waits) if "ends with:" in ends]
 
 
+class EndedFirst(Exception):
+    """A run came to its end before anything happened to it."""
+
+
+Misfortune = Callable[[Callable[[], None]], Awaitable[None]]
+"""What happens to a run while its orchestrator stands still; it is given what ends that."""
+
+
 async def survive(
     name: str,
-    misfortune: Callable[[], Awaitable[None]],
+    misfortune: Misfortune | None,
     cluster: Cluster,
     tmp_path: Path,
     *,
@@ -196,14 +207,42 @@ async def survive(
 ) -> str:
     """A run that something happens to after its second version ends whole; returns its id."""
     run_id = f"{name}-{uuid.uuid4().hex[:6]}"
-    client = cluster.train(run_id, size, tmp_path, *sets)
     try:
-        await eventually(
-            lambda: num_reports(tmp_path / run_id) >= 2, what="version 2", timeout_s=120
-        )
-        cluster.note_processes()
-        assert num_reports(tmp_path / run_id) < size.versions, "the run ended first: make it longer"
-        await misfortune()
+        await run_through(run_id, misfortune, cluster, tmp_path, size=size, sets=sets)
+    except EndedFirst:
+        shutil.rmtree(tmp_path / run_id)
+        longer = replace(size, versions=2 * size.versions)
+        return await survive(name, misfortune, cluster, tmp_path, size=longer, sets=sets)
+    await assert_whole(cluster.address("meg_store"), run_id, size)
+    versions = list(range(size.versions + last_is_evaluated))
+    assert [row["version"] for row in metrics(tmp_path / run_id)] == versions
+    return run_id
+
+
+async def run_through(
+    run_id: str,
+    misfortune: Misfortune | None,
+    cluster: Cluster,
+    out: Path,
+    *,
+    size: Size,
+    sets: Sequence[str],
+) -> None:
+    """Trains to the end, over what happens.
+
+    Raises:
+        EndedFirst: The run is over, and nothing has happened to it.
+    """
+    client = cluster.train(run_id, size, out, *sets)
+    try:
+        await eventually(lambda: num_reports(out / run_id) >= 2, what="version 2", timeout_s=120)
+        if misfortune is not None:
+            with contextlib.ExitStack() as held:
+                held.enter_context(cluster.held())
+                if await newest(cluster, run_id) == size.versions:
+                    raise EndedFirst
+                cluster.note_processes()
+                await misfortune(held.close)
         await eventually(lambda: client.poll() is not None, what="the run's end", timeout_s=150)
         output = client.stdout.read()
         assert client.returncode == 0, output
@@ -212,10 +251,14 @@ async def survive(
             client.kill()
             print(client.communicate()[0])
     cluster.note_processes()
-    await assert_whole(cluster.address("meg_store"), run_id, size)
-    versions = list(range(size.versions + last_is_evaluated))
-    assert [row["version"] for row in metrics(tmp_path / run_id)] == versions
-    return run_id
+
+
+async def newest(cluster: Cluster, run_id: str) -> int:
+    """The run's version."""
+    async with RunStore.connect(cluster.address("meg_store")) as store:
+        manifest = await store.get_manifest(run_id)
+        assert manifest is not None, "two versions are reported"
+        return manifest.version
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from meg_store.store_harness import StoreProcess
 from flexmarl.api.common.v1 import common_pb2
 from flexmarl.client.run_store import RunStore
 
-SIZE = Size(versions=10)
-"""Long enough on a fast machine, too, for what happens to a store after the second version."""
+SIZE = Size(versions=16)
+"""Long enough on a fast machine, too, to be held after the second version."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ async def test_a_run_over_two_stores_survives_the_death_of_one(cluster: Cluster,
     copies: list[dict[str, str]] = []
 
     async def dies_and_comes_back(run: TwoStores) -> None:
-        run.other.kill()
+        await run.kill_other()
         await asyncio.sleep(2)
         assert run.client.poll() is None
         await run.other.start()
@@ -84,7 +84,7 @@ async def assert_stores_agree(copies: list[dict[str, str]], folder: Path) -> Non
 @pytest.mark.timeout(300)
 async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
     async def is_given_up(run: TwoStores) -> None:
-        run.other.kill()
+        await run.kill_other()
         said = await cli("store", "lost", "s1", "--data-dir", str(run.cluster.folder))
         assert said.startswith(f"{run.run_id}: goes on without store shard s1")
 
@@ -96,7 +96,7 @@ async def test_a_run_goes_on_without_a_store_that_is_given_up(tmp_path):
 @pytest.mark.timeout(300)
 async def test_a_store_that_stays_away_is_given_up_by_itself(tmp_path):
     async def stays_away(run: TwoStores) -> None:
-        run.other.kill()
+        await run.kill_other()
 
     patience = {"orchestrator__shard_patience_s": 5}
     async with (
@@ -136,6 +136,14 @@ class TwoStores:
     client: subprocess.Popen[str]
     run_id: str
     out: Path
+
+    async def kill_other(self) -> None:
+        """`kill -9` of the other store, before the run's last version is committed."""
+        with self.cluster.held():
+            async with RunStore.connect(self.cluster.address("meg_store")) as store:
+                manifest = await store.get_manifest(self.run_id)
+            assert manifest.version < SIZE.versions, "the run ended first: make it longer"
+            self.other.kill()
 
 
 @asynccontextmanager

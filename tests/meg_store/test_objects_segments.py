@@ -294,6 +294,7 @@ class TestSegments:
             await store.seal_segment(RUN, "unsealed", unsealed.layout)
             async with store.open_segment(RUN, "unsealed", holder="x") as reader:
                 assert bytes(reader.buffers["b"].data) == b"publish!"
+                await shard.wait_checksum("sealed")  # which holds it
                 # A reader may still map a file of the former life: it is never reused.
                 freed = await shard.segments.sweep(
                     orphan_ttl_s=-1, lease_max_s=60, now=time.monotonic()

@@ -247,7 +247,7 @@ class TestWatch:
                     await anext(store.watch(RUN, after=news.cursor))
             restart = refused.value.metadata["restart"]
             assert refused.value.metadata["shard"] in store.shards
-            for _ in range(2):  # the others may have forgotten theirs, too
+            for _ in range(3):  # the two others may have forgotten theirs, too
                 try:
                     async with aclosing(store.watch(RUN, after=restart)) as watched:
                         for _ in range(6):
@@ -255,6 +255,8 @@ class TestWatch:
                     break
                 except OutOfRangeError as error:
                     restart = error.metadata["restart"]
+            else:
+                raise AssertionError("no restart is behind what all shards have forgotten")
 
 
 def _positions(cursor: str) -> list[str]:

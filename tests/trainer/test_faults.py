@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,23 +55,29 @@ async def ended(run: Run, request_id: str) -> trainer_pb2.Operation:
 
 async def test_a_cancelled_operation_ends_and_its_slots_are_free(run: Run) -> None:
     trainer = run.cluster.trainer
-    long = await run.micro_batch("p", make_rows(1500, longest=30), batch=0)
+    long = await run.micro_batch("p", make_rows(4), batch=0)
     short = await run.micro_batch("p", make_rows(2), batch=0)
     await run.bind("p", ["slot0"])
-    idle_s = (await slots(run.cluster))["slot0"].busy_s
-    await begin(run, long, "long-1")
-    await begin(run, short, "short-1")
-    await trainer.cancel_operation("short-1")
-    assert (await ended(run, "short-1")).failure.reason == ErrorReason.CANCELLED
-    assert (await slots(run.cluster))["slot0"].policy == "p"  # one that waited had no effect
-    async with asyncio.timeout(60):
-        async for status in trainer.watch_status(interval_s=0.02):
-            if status.slots[0].busy_s > idle_s:  # no longer reading rows: its rank computes
-                break
-    await trainer.cancel_operation("long-1")
-    await trainer.cancel_operation("long-1")
-    assert (await ended(run, "long-1")).failure.reason == ErrorReason.CANCELLED
-    assert (await slots(run.cluster))["slot0"].policy == ""
+    slot = (await slots(run.cluster))["slot0"]
+    idle_s = slot.busy_s
+    os.kill(slot.pid, signal.SIGSTOP)  # what it is asked to compute takes until it is let go on
+    try:
+        await begin(run, long, "long-1")
+        await begin(run, short, "short-1")
+        await trainer.cancel_operation("short-1")
+        assert (await ended(run, "short-1")).failure.reason == ErrorReason.CANCELLED
+        # One that waited had no effect.
+        assert (await slots(run.cluster))["slot0"].policy == "p"
+        async with asyncio.timeout(60):
+            async for status in trainer.watch_status(interval_s=0.02):
+                if status.slots[0].busy_s > idle_s:  # no longer reading rows: its rank computes
+                    break
+        await trainer.cancel_operation("long-1")
+        await trainer.cancel_operation("long-1")
+        assert (await ended(run, "long-1")).failure.reason == ErrorReason.CANCELLED
+        assert (await slots(run.cluster))["slot0"].policy == ""
+    finally:
+        os.kill(slot.pid, signal.SIGCONT)
     with fails(ErrorReason.NOT_FOUND):
         await trainer.cancel_operation("never")
     assert list((await run.bind("p", ["slot0"])).state.ledger) == []

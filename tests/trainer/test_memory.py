@@ -150,24 +150,44 @@ async def test_state_that_nobody_displaced_is_bound_again_without_loading(
     assert caught.value.reason is ErrorReason.SEGMENT_NOT_FOUND
 
 
+HELD = """
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def held(inputs, config):
+    (HERE / "begun").touch()
+    while not (HERE / "goes_on").exists():
+        time.sleep(0.01)
+    return -inputs.advantage * inputs.log_ratio.exp()
+"""
+"""A loss that is computed until it is let."""
+
+
 async def test_the_next_policys_state_is_loaded_while_the_present_one_computes(
-    ranks: Ranks, tiny_model: Path
+    ranks: Ranks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    present, following = (
-        Policy(ranks, policy_config(tiny_model), tiny_model, [0], seed=seed) for seed in (1, 2)
-    )
+    (tmp_path / "long.py").write_text(HELD)
+    endless = policy_config(tiny_model, loss={"kind": "long:held"})
+    present = Policy(ranks, endless, tiny_model, [0], seed=1, package=str(tmp_path))
+    following = Policy(ranks, policy_config(tiny_model), tiny_model, [0], seed=2)
     await following.bind()
     state = await following.export("master", "moments")
     await following.unbind()
     again = renamed(state, "again")
     await present.bind()
-    computing = asyncio.ensure_future(present.add(make_rows(2500, longest=20), "long"))
-    await asyncio.sleep(0.05)
+    computing = asyncio.ensure_future(present.add(make_rows(4), "long"))
+    while not (tmp_path / "begun").exists():
+        assert not computing.done(), computing
+        await asyncio.sleep(0.01)
+    # Loading that waited for the computation would wait in vain.
     (reply,) = await ranks.call([0], prefetch=prefetch_of(again))
-    assert not computing.done(), "loading waited for the computation"
     assert reply.prefetched.loaded_bytes > 0
     (reply,) = await ranks.call([0], prefetch=prefetch_of(again))
     assert reply.prefetched.loaded_bytes == 0, "it is there"
+    assert not computing.done()
+    (tmp_path / "goes_on").touch()
     assert (await computing)[0].finite
     await following.bind(unloaded(*again.values()))
     assert np.array_equal(flat((await following.export("master"))["master"]), flat(state["master"]))

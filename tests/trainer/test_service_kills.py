@@ -119,7 +119,7 @@ async def test_a_killed_trainer_comes_back_and_the_ledger_decides(
     children = psutil.Process(service.process.pid).children(recursive=True)
     assert len(children) >= 3
     await service.stop(signal.SIGKILL)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 60)
     assert not alive  # I15
     await service.start()
 

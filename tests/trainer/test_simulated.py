@@ -27,7 +27,7 @@ COSTS = {
     "simulated.policies.q.tokens_per_s": 50,
     "simulated.policies.slow.params_b": 1,
     "simulated.policies.slow.tokens_per_s": 1e-6,
-    "command_timeout_s": 2,
+    "command_timeout_s": 6,  # the longest that a rank may stand still beside other work
 }
 
 
