@@ -1,6 +1,7 @@
 """The proof's team: a planner, two calls of a solver in parallel, a judge; some samples fail.
 
-Nothing depends on time: failures are drawn from `ctx.random`, so they are the same in every run.
+Nothing that is sampled depends on time: failures are drawn from `ctx.random`, so they are the same
+in every run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ FAILING = 0.06
 """Share of samples that fail after all of their calls."""
 
 PAUSE_S = 1.0
-"""Of samples without a judge, so that those with one have ended long before."""
+"""Of samples without a judge, once those with one have ended: the cluster's time to see that."""
+
+_judged: set[asyncio.Task[Any] | None] = set()
+"""Samples with a judge that run in this worker."""
 
 
 async def team(ctx: Context, query: Mapping[str, Any]) -> str:
@@ -36,9 +40,16 @@ async def apart(ctx: Context, query: Mapping[str, Any]) -> str:
     """Some queries have a judge, and he does not wait for the others: he can be updated early."""
     digits = query["digits"]
     if digits[0] in "02":
-        return await team(ctx, query)
+        task = asyncio.current_task()
+        _judged.add(task)
+        try:
+            return await team(ctx, query)
+        finally:
+            _judged.discard(task)
     ctx.last("judge")
     plan = await ctx.call("planner", digits=digits)
+    while _judged:  # noqa: ASYNC110 - no event says that it is empty
+        await asyncio.sleep(0.02)
     await asyncio.sleep(PAUSE_S)
     halves = [ctx.call("solver", digits=half, after=plan) for half in (digits[:2], digits[2:])]
     return "".join(answer.text for answer in await ctx.gather(*halves))
