@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from rollout.dispatcher_harness import user_code_of
-from rollout.team_kit import opened
+from rollout.team_kit import AGENTS, opened
 from rollout.worker_harness import write_model
 
 from flexmarl.api.common.v1 import common_pb2
@@ -94,10 +94,12 @@ def reward(sample):
 async def test_all_calls_that_are_cut_with_their_sample_fit_its_last_write(make, tmp_path):
     """What does not fit, beside the rows themselves, are prompts that nobody reads again."""
     model = {"p": {"model": {"path": str(write_model(tmp_path / "long", max_context=1 << 16))}}}
-    async with make(CUTS, policies=model) as cluster:
+    # Eight million tokens on their way: on a busy machine longer than other calls may take.
+    agents = {name: {**agent, "timeout_s": 300} for name, agent in AGENTS.items()}
+    async with make(CUTS, policies=model, agents=agents) as cluster:
         await opened(cluster, tmp_path, answer=lambda r: None if r.policy == "p" else [1])
         (only,) = await cluster.admit(0)
-        status = await cluster.until_ended()
+        status = await cluster.until_ended(timeout_s=100)
         assert not status.HasField("fatal"), status.fatal
         assert (await cluster.samples())[only].status == DONE
         cut = [v for v in (await cluster.graph(only)).vertices if v.meta.agent == "plan"]
