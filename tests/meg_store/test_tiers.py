@@ -18,7 +18,7 @@ from flexmarl.client.buffers import Buffer, BufferSpec
 from flexmarl.client.errors import ExistsError, FlexMarlError, NotFoundError, UnavailableError
 from flexmarl.client.segments import hash_file
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.meg_store import pins, segments
+from flexmarl.meg_store import pins, segment_files, segments
 from flexmarl.meg_store.disk_room import DiskRoom
 from flexmarl.meg_store.segment_files import copy_file
 from flexmarl.meg_store.segment_record import FETCHED_FROM
@@ -184,6 +184,31 @@ class TestRoomInMemory:
             async with store.get(RUN, "a") as reader:
                 await store.delete_run(RUN)
                 assert bytes(reader.buffers["w"].data) == bytes(buffer(1).data)
+
+
+async def test_a_file_whose_maker_is_cancelled_leaves_nothing(tmp_path, monkeypatch):
+    """Reserving gigabytes takes seconds, in which a caller may hang up."""
+    begun, may_end = threading.Event(), threading.Event()
+    reserve = segment_files._reserve
+
+    def slow(path: Path, size_bytes: int) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        reserve(path, size_bytes)
+
+    monkeypatch.setattr(segment_files, "_reserve", slow)
+    async with serving(tmp_path) as (store, shard):
+        await store.create_run(a_run())
+        files = shard.segments._files
+        before = dict(files.used_bytes)
+        making = asyncio.create_task(files.make_in_memory("k", SIZE))
+        await asyncio.to_thread(begun.wait, 30)
+        making.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert files.used_bytes == before
+        assert list(files.folders[pb.SEGMENT_TIER_MEMORY].glob("*.seg")) == []
 
 
 class TestCopiesOnDisk:

@@ -1,12 +1,13 @@
 """Background tasks have an owner; the coalescer batches, bounds and fails by the item."""
 
 import asyncio
+import threading
 
 import pytest
 
 from flexmarl.core.call_context import bind_ids, current_deadline, current_ids, set_deadline
 from flexmarl.core.errors import DomainError, ErrorReason
-from flexmarl.runtime.aio import Background, Coalescer
+from flexmarl.runtime.aio import Background, Coalescer, in_thread
 
 
 async def test_a_failed_task_is_surfaced_once_by_name():
@@ -77,6 +78,33 @@ class Sink:
     async def until(self, count):
         while len(self.batches) < count:  # noqa: ASYNC110 - turn by turn is the point
             await asyncio.sleep(0)
+
+
+async def test_who_is_cancelled_waits_for_the_thread_that_uses_what_it_holds():
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def use(word: str) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        ended.set()
+        raise ValueError(word)
+
+    using = asyncio.create_task(in_thread(use, "nobody is told"))
+    await asyncio.to_thread(begun.wait, 30)
+    using.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not using.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert ended.is_set()
+
+
+async def test_a_thread_answers_and_fails_as_its_function_does():
+    assert await in_thread(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(divmod, 7, 0)
 
 
 async def test_sends_at_once_when_idle_and_coalesces_while_busy():

@@ -1,4 +1,4 @@
-"""Owned background tasks, and a coalescer that batches without a timer."""
+"""Owned background tasks and threads, and a coalescer that batches without a timer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,35 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from flexmarl.core.call_context import detached_context
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.runtime.logging import get_logger
 
 ItemT = TypeVar("ItemT")
+ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 _log = get_logger(__name__)
+
+
+async def in_thread(
+    function: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
+) -> ResultT:
+    """`asyncio.to_thread` for work on what the caller holds, such as an open file or a lease.
+
+    A thread cannot be ended. A caller that is cancelled waits for its end here, before it gives
+    back what the thread still uses.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # nobody is left to be told
+        raise
 
 
 class Background:

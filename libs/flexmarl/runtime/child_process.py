@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from flexmarl.runtime.aio import in_thread
 from flexmarl.runtime.child_link import LINK_FD_VARIABLE, end_group
 from flexmarl.runtime.frames import FrameLink
 from flexmarl.runtime.logging import get_logger
@@ -97,7 +98,7 @@ async def start_python_module(
     """Start `python -m module` in a fresh interpreter, under the watch of its link."""
     ours, theirs = socket.socketpair()
     try:
-        process = await asyncio.to_thread(
+        process = await in_thread(
             _popen, module, args, env=env, log_file=log_file, fds=(theirs.fileno(), *pass_fds)
         )
     except BaseException:

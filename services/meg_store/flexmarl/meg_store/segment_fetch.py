@@ -25,6 +25,7 @@ from flexmarl.meg_store.database import Database
 from flexmarl.meg_store.segment_record import FETCHED_FROM
 from flexmarl.meg_store.segment_tiers import SegmentTiers
 from flexmarl.meg_store.segments import Segments
+from flexmarl.runtime.aio import in_thread
 
 PIECE_BYTES: Final = 1 << 20
 
@@ -35,7 +36,7 @@ async def read_pieces(path: Path, size_bytes: int) -> AsyncIterator[bytes]:
     try:
         for offset in range(0, size_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, size_bytes - offset)
-            yield await asyncio.to_thread(os.pread, handle, length, offset)
+            yield await in_thread(os.pread, handle, length, offset)
     finally:
         os.close(handle)
 
@@ -91,7 +92,7 @@ class SegmentFetches:
             assert isinstance(first, pb.OpenSegmentResponse)
             path = await self._allocate(request, first.object.size_bytes)
             await _write(path, messages)
-        checksum = await asyncio.to_thread(hash_file, path, list(first.buffers))
+        checksum = await in_thread(hash_file, path, list(first.buffers))
         if first.object.checksum not in ("", checksum):
             raise DomainError(
                 ErrorReason.CHECKSUM_MISMATCH,
@@ -138,7 +139,7 @@ async def _write(path: Path, pieces: AsyncIterator[pb.OpenSegmentResponse | byte
         offset = 0
         async for piece in pieces:
             assert isinstance(piece, bytes)
-            await asyncio.to_thread(os.pwrite, handle, piece, offset)
+            await in_thread(os.pwrite, handle, piece, offset)
             offset += len(piece)
     finally:
         os.close(handle)

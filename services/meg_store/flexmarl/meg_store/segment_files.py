@@ -6,7 +6,6 @@ a file is made, so a full tmpfs is an error here and not a SIGBUS in whoever fil
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import os
@@ -18,11 +17,13 @@ from pathlib import Path
 
 from flexmarl.api.meg_store.v1 import meg_store_pb2 as pb
 from flexmarl.core.errors import DomainError, ErrorReason
+from flexmarl.runtime.aio import in_thread
 
 MEMORY = pb.SEGMENT_TIER_MEMORY
 DISK = pb.SEGMENT_TIER_DISK
 _REUSE_SLACK = 1.25
 _COPY_BYTES = 64 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +178,13 @@ class SegmentFiles:
         path = self._name(key, tier)
         self._use(path, tier, size_bytes)
         try:
-            await asyncio.to_thread(_reserve, path, size_bytes)
-        except OSError as error:
+            await in_thread(_reserve, path, size_bytes)
+        except BaseException as error:
             self.used_bytes[tier] -= self._in_use.pop(path)
             path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise
-            return None
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                return None
+            raise
         return SegmentFile(path, tier, size_bytes)
 
     def _use(self, path: Path, tier: pb.SegmentTier.ValueType, size_bytes: int) -> None:

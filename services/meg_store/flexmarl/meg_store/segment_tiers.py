@@ -18,6 +18,7 @@ from flexmarl.meg_store.database import Database
 from flexmarl.meg_store.segment_files import DISK, SegmentFile, SegmentFiles, copy_file
 from flexmarl.meg_store.segment_record import Segment
 from flexmarl.meg_store.segments import Segments
+from flexmarl.runtime.aio import in_thread
 from flexmarl.runtime.logging import get_logger
 
 _log = get_logger(__name__)
@@ -71,9 +72,7 @@ class SegmentTiers:
         with self._segments.held(segment):
             copy = await self._files.make_on_disk(segment.key, segment.file.size_bytes)
             try:
-                await asyncio.to_thread(
-                    copy_file, segment.file.path, copy.path, durably=self._durably
-                )
+                await in_thread(copy_file, segment.file.path, copy.path, durably=self._durably)
                 draft = self._database.begin()
             except BaseException:
                 self._files.free(copy, reusable=False)

@@ -33,6 +33,7 @@ from flexmarl.meg_store.objects import check_key
 from flexmarl.meg_store.runs import Runs
 from flexmarl.meg_store.segment_files import DISK, MEMORY, SegmentFile, SegmentFiles, flush_file
 from flexmarl.meg_store.segment_record import Segment
+from flexmarl.runtime.aio import in_thread
 
 MAX_SEGMENT_BYTES = 1 << 40
 
@@ -357,9 +358,7 @@ class Segments:
             return
         try:
             with self.held(segment):  # a file that is emptied while it is mapped ends this process
-                checksum = await asyncio.to_thread(
-                    hash_file, segment.file.path, list(segment.view.buffers)
-                )
+                checksum = await in_thread(hash_file, segment.file.path, list(segment.view.buffers))
         except (FileNotFoundError, ValueError):
             return  # lost with the host, or cut short; whoever opens it is told
         if self._segments.get(key) is not segment:

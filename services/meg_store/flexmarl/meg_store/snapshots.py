@@ -26,6 +26,7 @@ from flexmarl.meg_store.database import Database
 from flexmarl.meg_store.objects import ObjectRecord
 from flexmarl.meg_store.paging import patient
 from flexmarl.meg_store.segments import Segments
+from flexmarl.runtime.aio import in_thread
 from flexmarl.runtime.server import write_json_atomically
 
 LIST_NAME: Final = "snapshot.json"
@@ -134,8 +135,8 @@ class Snapshots:
         building = target.with_name(f".{target.name}.building")
         leases = self._hold({})
         try:
-            await asyncio.to_thread(_start_folder, building)
-            await asyncio.to_thread(self._database.backend.checkpoint, building / "db")
+            await in_thread(_start_folder, building)
+            await in_thread(self._database.backend.checkpoint, building / "db")
             if request.hold_id and not self._database.hold.end(request.hold_id):
                 raise DomainError(
                     ErrorReason.STATE_TRANSITION_REFUSED,
@@ -146,7 +147,7 @@ class Snapshots:
             # What was sealed while the tables were copied may be named in them.
             leases = self._hold(leases)
             self._check_room(sum(lease.object.size_bytes for lease in leases.values()))
-            copied = await asyncio.to_thread(_copy_segments, leases, building / "segments")
+            copied = await in_thread(_copy_segments, leases, building / "segments")
             made = SnapshotList(
                 format=FORMAT,
                 shard=self._shard,

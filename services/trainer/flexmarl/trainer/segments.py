@@ -16,6 +16,7 @@ from flexmarl.client.segments import SegmentReader, SegmentWriter
 from flexmarl.client.store import StoreClient
 from flexmarl.core.errors import DomainError, ErrorReason
 from flexmarl.core.weights_probe import PROBE_ATTRIBUTE, write_probe
+from flexmarl.runtime.aio import in_thread
 from flexmarl.trainer.state_layout import segment_specs
 from flexmarl.trainer.totals import IN, OUT, Traffic
 
@@ -99,7 +100,10 @@ class StateSegments:
                 await asyncio.wait(opening)
             readers = [task.result() for task in opening]
             if self._verify:
-                await asyncio.gather(*(asyncio.to_thread(_check_content, r) for r in readers))
+                checks = (in_thread(_check_content, reader) for reader in readers)
+                found = await asyncio.gather(*checks, return_exceptions=True)
+                if wrong := [error for error in found if error is not None]:
+                    raise wrong[0]
             self._traffic[IN] += sum(ref.size_bytes for ref in refs.values())
             yield [
                 rank_pb2.MappedSegment(
