@@ -77,6 +77,9 @@ class Subject:
             path.write_bytes(data)
         return load
 
+    def hold(self) -> None:
+        """Nothing: sixty steps of a server take longer than to ask it for an end."""
+
 
 @pytest.fixture
 def subject(backend, folder, tmp_path):
