@@ -72,8 +72,7 @@ class Segment:
     @property
     def has_lost_memory(self) -> bool:
         """Whether its copy on disk is all that is left."""
-        copy = self.copy
-        return copy is not None and copy.path.exists() and not self.file.path.exists()
+        return not self.file.path.exists() and self.copy is not None and self.copy.path.exists()
 
     def move_to_copy(self) -> SegmentFile:
         """Let its copy on disk take the place of its file, which is returned."""

@@ -96,9 +96,7 @@ class StateSegments:
         """
         opening = [asyncio.create_task(self._open(ref.key)) for ref in refs.values()]
         try:
-            if opening:
-                await asyncio.wait(opening)
-            readers = [task.result() for task in opening]
+            readers = await _answers(opening)
             if self._verify:
                 checks = (in_thread(_check_content, reader) for reader in readers)
                 found = await asyncio.gather(*checks, return_exceptions=True)
@@ -159,9 +157,7 @@ class StateSegments:
             for kind in kinds
         ]
         try:
-            if allocating:
-                await asyncio.wait(allocating)
-            writers = [task.result() for task in allocating]
+            writers = await _answers(allocating)
         except BaseException:
             await asyncio.gather(*(_give_up(task) for task in allocating))
             raise
@@ -226,6 +222,13 @@ class StateTargets:
         for _, writer in self._writers.values():
             if writer.object is None:
                 writer.abandon()
+
+
+async def _answers(asking: Sequence[asyncio.Task[AnswerT]]) -> list[AnswerT]:
+    """What the store answered to all; the first refusal is raised once all have ended."""
+    if asking:
+        await asyncio.wait(asking)
+    return [task.result() for task in asking]
 
 
 async def _give_back(opening: asyncio.Task[SegmentReader]) -> None:
